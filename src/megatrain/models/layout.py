@@ -1,0 +1,77 @@
+"""Layout: a segment's table, tensor name -> offset. The only owner of offsets in the program. Torch-free.
+
+Offsets count elements, and one table serves every kind of buffer (weights, lo, m, v, gradient). Tensors start at
+multiples of 128 elements: 256 bytes in the 2-byte kinds, so every view of every kind is 256-byte aligned.
+Order: trainable with decay, trainable without, frozen. So the state kinds are a prefix, and an update is at most two spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.models.spec import SegmentSpec, TensorSpec
+
+ALIGN_ELEMENTS = 128
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: elements [offset, offset + num_elements) of its segment's buffers."""
+
+    tensor: TensorSpec
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.tensor.num_elements
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) that one optimizer pass treats alike."""
+
+    start: int
+    stop: int
+    decay: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`num_elements` and `num_trainable` are padded to ALIGN_ELEMENTS; padding holds zeros for ever."""
+
+    segment: str
+    entries: tuple[Entry, ...]
+    num_elements: int
+    num_trainable: int  # the trainable prefix: size of lo, m, v and gradient
+    spans: tuple[Span, ...]
+
+    def __getitem__(self, name: str) -> Entry:
+        """The entry of the tensor with checkpoint name `name`."""
+        for entry in self.entries:
+            if entry.tensor.name == name:
+                return entry
+        raise KeyError(name)
+
+
+def _padded(num_elements: int) -> int:
+    return -(-num_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
+def layout_of(segment: SegmentSpec) -> Layout:
+    """The layout of `segment`. Pure: equal specs give equal layouts."""
+    order = {(True, True): 0, (True, False): 1, (False, True): 2, (False, False): 2}
+    tensors = sorted(segment.tensors, key=lambda t: order[t.trainable, t.decay])
+    entries: list[Entry] = []
+    spans: list[Span] = []
+    offset = num_trainable = 0
+    for tensor in tensors:
+        entries.append(Entry(tensor, offset))
+        start, offset = offset, offset + _padded(tensor.num_elements)
+        if not tensor.trainable:
+            continue
+        num_trainable = offset
+        if spans and spans[-1].decay == tensor.decay:
+            spans[-1] = Span(spans[-1].start, offset, tensor.decay)
+        else:
+            spans.append(Span(start, offset, tensor.decay))
+    return Layout(segment.name, tuple(entries), offset, num_trainable, tuple(spans))

@@ -1,0 +1,70 @@
+"""ModelSpec: what a model is, as numbers. Torch-free: the planner and the schedule read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SegmentKind = Literal["embed", "block", "head"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter. `name` is its checkpoint name, `local` its name inside the template it is bound to."""
+
+    name: str  # "model.layers.0.self_attn.q_proj.weight"
+    local: str  # "self_attn.q_proj.weight"
+    shape: tuple[int, ...]
+    trainable: bool
+    decay: bool  # weight decay applies (never on norms and biases)
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class SegmentSpec:
+    """The unit that is stored and travels. `name` is "EMBED", "L000" … or "HEAD"."""
+
+    name: str
+    kind: SegmentKind
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention of one block, as the FLOP counter needs it. `window_tokens` None: full causal."""
+
+    num_heads: int
+    head_size: int
+    window_tokens: int | None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as the planner sees it: segments in travel order (EMBED, L000 …, HEAD), and the sizes around them.
+
+    `tied`: HEAD multiplies by EMBED's embedding; that tensor is then EMBED's alone, and HEAD reads both segments.
+    `active_parameters`: parameters a token is multiplied with (all but the embedding table; chosen experts only).
+    """
+
+    architecture: str  # "LlamaForCausalLM"
+    segments: tuple[SegmentSpec, ...]
+    tied: bool
+    hidden_size: int
+    vocab_size: int
+    attention: tuple[AttentionShape, ...]  # one per block
+    active_parameters: int
+    max_positions: int
+
+    @property
+    def blocks(self) -> tuple[SegmentSpec, ...]:
+        return self.segments[1:-1]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(t.num_elements for s in self.segments for t in s.tensors)

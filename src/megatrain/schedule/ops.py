@@ -1,0 +1,90 @@
+"""Op, Place, Schedule: the words in which a step is written down. No torch, no seconds, no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Lane(StrEnum):
+    """Something that runs ops in order: CUDA streams (compute, h2d, d2h), CPU workers (host), file I/O (disk)."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Kind(StrEnum):
+    """What an op does. The reads and writes of each kind, in this order, are the contract of builder and handlers.
+
+    FETCH       r: ram.w.S                                  w: its weight slot
+    FETCH_GRAD  r: ram.grad.S                               w: its gradient slot      (round 2 on: the sum goes on)
+    ZERO        r:                                          w: its gradient slot
+    EMBED       r: weights                                  w: act.0.m, call.m        (recorded layer calls)
+    FORWARD     r: weights, act.i.m, call.m                 w: act.i+1.m [, kept.i.m]
+    HEAD        r: head weights [, embedding if tied], act.L.m
+                w: dact.m, loss.m, head gradient slot [, tied.grad]
+    LOSS        r: as HEAD                                  w: loss.m                 (evaluation: no backward)
+    BACKWARD    r: weights, act.i.m, call.m, dact.m, gradient slot [, kept.i.m]   w: dact.m, gradient slot
+    EMBED_BACKWARD r: weights, dact.m, gradient slot        w: gradient slot
+    MERGE       r: tied.grad, embedding gradient slot       w: embedding gradient slot (tied: two sums added once)
+    NORM        r: gradient slot                            w: norm.S                 (per-tensor sums of squares)
+    DRAIN       r: gradient slot                            w: ram.grad.S
+    CLIP        r: every norm.S, every loss.m               w: cell                   (coefficient, apply or skip)
+    UPDATE      r: gradient, cell, state, weights           w: state, weights         (one home)
+    SAVE        r: weights [, state]                        w: file.S
+    """
+
+    FETCH = "FETCH"
+    FETCH_GRAD = "FETCH_GRAD"
+    ZERO = "ZERO"
+    EMBED = "EMBED"
+    FORWARD = "FORWARD"
+    HEAD = "HEAD"
+    LOSS = "LOSS"
+    BACKWARD = "BACKWARD"
+    EMBED_BACKWARD = "EMBED_BACKWARD"
+    MERGE = "MERGE"
+    NORM = "NORM"
+    DRAIN = "DRAIN"
+    CLIP = "CLIP"
+    UPDATE = "UPDATE"
+    SAVE = "SAVE"
+
+
+class Place(NamedTuple):
+    """A named piece of memory that ops read and write. Printed with dots: Place("act", 1, 0) is "act.1.0".
+
+    Weights:   w.0 w.1 …    shared slots;    w.EMBED        an own slot in HBM
+    Gradients: g.0 g.1 …    shared slots;    g.EMBED        an own slot;  tied.grad  the head's sum for a tied embedding
+    Homes:     ram.w.L000  ram.state.L000  ram.grad.L000  hbm.state.L000  (state "hbm": weights home is w.L000 itself)
+    Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, kept.i.m, loss.m
+    Scalars:   norm.L000, cell;  file.L000 on disk
+    """
+
+    pool: str  # "w", "g", "act", "ram.w", …
+    key: str | int = ""
+    micro_batch: int | None = None
+
+    def __str__(self) -> str:
+        return ".".join(str(p) for p in self if p != "" and p is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One thing to do. `waits` are tokens of ops on other lanes that must be done; `records` is this op's own token."""
+
+    kind: Kind
+    segment: str  # "EMBED", "L000", …, "HEAD", or "" (CLIP)
+    micro_batch: int | None
+    lane: Lane
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+    waits: tuple[str, ...] = ()
+    records: str | None = None
+
+
+Schedule = tuple[Op, ...]
