@@ -1,0 +1,50 @@
+"""DeviceArena: one allocation on a device, carved into named pieces by a table that prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = 256
+
+
+class DeviceArena:
+    """Named, 256-byte-aligned pieces of one allocation: `table` maps name to bytes. Contents start undefined."""
+
+    def __init__(self, table: Mapping[str, int], device: torch.device) -> None:
+        self._pieces: dict[str, tuple[int, int]] = {}  # name -> (offset, size), bytes
+        offset_bytes = 0
+        for name, size_bytes in table.items():
+            if size_bytes < 0:
+                raise ValueError(f"piece {name} of {size_bytes} bytes: give a size of at least 0")
+            self._pieces[name] = (offset_bytes, size_bytes)
+            offset_bytes += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.device = device
+        self.num_bytes = offset_bytes
+        # CPU allocations are aligned to 64 bytes only: take a little more and start at the first aligned byte.
+        whole = torch.empty(offset_bytes + ALIGN_BYTES, dtype=torch.uint8, device=device)
+        start = -whole.data_ptr() % ALIGN_BYTES
+        self._bytes = whole[start : start + offset_bytes]
+
+    def view(self, name: str, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
+        """1-D tensor of `count` elements in piece `name`, from `offset_bytes` into it: zero-copy, bounds checked."""
+        start_bytes, size_bytes = self._pieces[name]
+        stop_bytes = offset_bytes + count * dtype.itemsize
+        if offset_bytes < 0 or count < 0 or stop_bytes > size_bytes:
+            raise ValueError(f"bytes [{offset_bytes}, {stop_bytes}) are no part of {name}, {size_bytes} bytes long")
+        if offset_bytes % dtype.itemsize:
+            raise ValueError(f"offset {offset_bytes} is not a multiple of {dtype.itemsize}, the size of {dtype}")
+        return self._bytes[start_bytes + offset_bytes : start_bytes + stop_bytes].view(dtype)
+
+    def poison(self, name: str) -> None:
+        """For tests: fills the piece with 0xFF, a NaN in every floating-point type, so that stale reads show."""
+        start_bytes, size_bytes = self._pieces[name]
+        self._bytes[start_bytes : start_bytes + size_bytes].fill_(0xFF)
+
+    def describe(self) -> str:
+        """The table as text: offset, bytes and name of each piece, then the total."""
+        lines = [f"{offset:>16,} {size:>16,}  {name}" for name, (offset, size) in self._pieces.items()]
+        head, total = f"{'offset_bytes':>16} {'size_bytes':>16}  piece", f"{'':>16} {self.num_bytes:>16,}  total"
+        return "\n".join([head, *lines, total])

@@ -1,0 +1,94 @@
+"""How much host memory this process may still take, and what it took. Linux only; every figure is in bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def available_ram_bytes(proc: Path = PROC) -> int:
+    """The least of MemAvailable and the room left in every memory cgroup (v1 and v2) from ours up to the root."""
+    meminfo = (proc / "meminfo").read_text()
+    rooms = [_kib_field(meminfo, "MemAvailable") * 1024]
+    for folder in _memory_cgroups(proc):
+        room_bytes = _cgroup_room_bytes(folder)
+        if room_bytes is not None:
+            rooms.append(room_bytes)
+    return max(0, min(rooms))
+
+
+def locked_memory_limit_bytes() -> int | None:
+    """RLIMIT_MEMLOCK of this process; None when unlimited."""
+    soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft_bytes == resource.RLIM_INFINITY else soft_bytes
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory this process ever held, or held since `reset_peak_rss` (VmHWM)."""
+    return _kib_field((PROC / "self/status").read_text(), "VmHWM") * 1024
+
+
+def reset_peak_rss() -> None:
+    """Makes `peak_rss_bytes` start again from the memory resident now."""
+    (PROC / "self/clear_refs").write_text("5")
+
+
+def drop_page_cache(fd: int, offset_bytes: int = 0, num_bytes: int = 0) -> None:
+    """Advises the kernel to forget cached pages of a file (0 bytes: to its end); unwritten pages stay."""
+    os.posix_fadvise(fd, offset_bytes, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _kib_field(text: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"no {name} in a /proc file: this kernel is not supported")
+    return int(found[1])
+
+
+def _memory_cgroups(proc: Path) -> list[Path]:
+    """Folders of the memory cgroups this process is in, ours first, each hierarchy up to its mount point.
+
+    Inside a container the path in /proc/self/cgroup may lie outside what is mounted: folders that are not there
+    are passed over, the mount point itself then is the container's own cgroup.
+    """
+    paths: dict[str, str] = {}  # "v1" or "v2" -> path in the hierarchy
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            paths["v2"] = path
+        elif "memory" in controllers.split(","):
+            paths["v1"] = path
+    folders: list[Path] = []
+    for line in (proc / "self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split()[:3]
+        version = {"cgroup": "v1", "cgroup2": "v2"}.get(kind)
+        if version not in paths or (version == "v1" and "memory" not in options.split(",")):
+            continue
+        mount, below = Path(fields[4]), paths[version]
+        if fields[3] != "/":  # the mount shows a subtree only
+            below = below.removeprefix(fields[3])
+        inside = mount / below.lstrip("/")
+        folders += [f for f in (inside, *inside.parents) if f.is_relative_to(mount) and f.is_dir()]
+    return folders
+
+
+def _cgroup_room_bytes(folder: Path) -> int | None:
+    """Limit - usage + inactive file cache (given back under pressure); None when the cgroup has no limit."""
+    for limit_name, usage_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if not (folder / limit_name).is_file():
+            continue
+        limit = (folder / limit_name).read_text().strip()
+        if limit == "max" or int(limit) >= 1 << 60:  # v1 writes "no limit" as a huge number
+            return None
+        usage_bytes = int((folder / usage_name).read_text())
+        cache = re.search(rf"^{cache_name} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+        return int(limit) - usage_bytes + (int(cache[1]) if cache else 0)
+    return None
