@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+
+Program = Literal["train", "eval", "flush", "save"]
 
 
 class Lane(StrEnum):
@@ -20,22 +23,25 @@ class Lane(StrEnum):
 class Kind(StrEnum):
     """What an op does. The reads and writes of each kind, in this order, are the contract of builder and handlers.
 
+    A gradient slot that is added into stands in reads and in writes. Frozen segments have none, so it is left out there;
+    [..] marks what else may be absent. `weights` is the slot of the segment itself.
+
     FETCH       r: ram.w.S                                  w: its weight slot
     FETCH_GRAD  r: ram.grad.S                               w: its gradient slot      (round 2 on: the sum goes on)
-    ZERO        r:                                          w: its gradient slot
+    ZERO        r:                                          w: its gradient slot, or tied.grad (segment EMBED)
     EMBED       r: weights                                  w: act.0.m, call.m        (recorded layer calls)
     FORWARD     r: weights, act.i.m, call.m                 w: act.i+1.m [, kept.i.m]
-    HEAD        r: head weights [, embedding if tied], act.L.m
-                w: dact.m, loss.m, head gradient slot [, tied.grad]
-    LOSS        r: as HEAD                                  w: loss.m                 (evaluation: no backward)
+    HEAD        r: weights [, w.EMBED if tied], act.L.m, gradient slot [, tied.grad]
+                w: dact.m, loss.m, gradient slot [, tied.grad]      (tied.grad: if tied and EMBED is trainable)
+    LOSS        r: weights [, w.EMBED if tied], act.L.m     w: loss.m                 (evaluation: no backward)
     BACKWARD    r: weights, act.i.m, call.m, dact.m, gradient slot [, kept.i.m]   w: dact.m, gradient slot
     EMBED_BACKWARD r: weights, dact.m, gradient slot        w: gradient slot
     MERGE       r: tied.grad, embedding gradient slot       w: embedding gradient slot (tied: two sums added once)
     NORM        r: gradient slot                            w: norm.S                 (per-tensor sums of squares)
     DRAIN       r: gradient slot                            w: ram.grad.S
-    CLIP        r: every norm.S, every loss.m               w: cell                   (coefficient, apply or skip)
-    UPDATE      r: gradient, cell, state, weights           w: state, weights         (one home)
-    SAVE        r: weights [, state]                        w: file.S
+    CLIP        r: norm.S in segment order, loss.m in order w: cell                   (coefficient, apply or skip)
+    UPDATE      r: gradient, cell, state, weights           w: state, weights         (all in one home)
+    SAVE        r: weights [, state]                        w: file.S                 (from their home)
     """
 
     FETCH = "FETCH"
@@ -63,6 +69,9 @@ class Place(NamedTuple):
     Homes:     ram.w.L000  ram.state.L000  ram.grad.L000  hbm.state.L000  (state "hbm": weights home is w.L000 itself)
     Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, kept.i.m, loss.m
     Scalars:   norm.L000, cell;  file.L000 on disk
+    Micro-batches count from 0 over the whole step. Where only a micro-batch follows the pool, it is `micro_batch`, and
+    `key` stays "": Place("loss", "", 3) is "loss.3".  Place("tied.grad") and Place("cell") are complete as they are.
+    Between programs only homes keep their content: ram.*, hbm.state.*, file.*, cell, and w.S, g.S where `state` is "hbm".
     """
 
     pool: str  # "w", "g", "act", "ram.w", …
@@ -88,3 +97,6 @@ class Op:
 
 
 Schedule = tuple[Op, ...]
+
+CELL = Place("cell")
+TIED_GRAD = Place("tied.grad")
