@@ -1,0 +1,375 @@
+"""RunConfig: what a run was asked to do, as one flat, strict, frozen table of keys. No torch.
+
+`read_config` turns a YAML file and `key=value` words into a RunConfig; every mistake is a ConfigError with its line and
+a suggestion. `resolved` replaces each `auto` once, before step 0. `docs/config.md` is printed from this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatrain.config_yaml import ConfigValue, parse_mapping, parse_value
+from megatrain.errors import ConfigError
+
+Group = Literal["run", "data", "optimisation", "numerics", "placement", "output"]
+
+UNITS_BYTES = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)")
+
+
+def parse_size(value: object) -> object:
+    """Bytes of "24GiB", "512 MiB", "1.5TB"; anything else is returned as it is, for pydantic to refuse."""
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            raise ValueError('write a size with its unit, for example "24GiB"')
+        return int(float(match[1]) * UNITS_BYTES[match[2]])
+    if value is not None:
+        raise ValueError('write a size with its unit, for example "24GiB"')
+    return value
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact spelling that `parse_size` reads back: 25769803776 -> "24GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes and num_bytes % UNITS_BYTES[unit] == 0:
+            return f"{num_bytes // UNITS_BYTES[unit]}{unit}"
+    return f"{num_bytes}B"
+
+
+def _dump_size(num_bytes: int | None) -> str | None:
+    return None if num_bytes is None else format_size(num_bytes)
+
+
+Size = Annotated[int | None, BeforeValidator(parse_size), PlainSerializer(_dump_size)]
+
+
+class Memory(BaseModel):
+    """Budgets of the three tiers; null means what the machine has."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    hbm: Size = Field(default=None, description="GPU memory the run may use")
+    ram: Size = Field(default=None, description="host memory the run may use")
+    disk: Size = Field(default=None, description="disk space that checkpoints may use")
+
+
+def _key(default: Any, group: Group, description: str, **limits: Any) -> Any:
+    return Field(default=default, description=description, json_schema_extra={"group": group}, **limits)
+
+
+class RunConfig(BaseModel):
+    """Every key of a run. Groups: `placement` and `output` never change a bit of the result, all others may."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = _key(..., "run", "folder of a Hugging Face model (config.json, safetensors, tokenizer)", min_length=1)
+    dataset: str = _key(..., "data", "file or folder of training rows; the format is detected", min_length=1)
+    eval_dataset: str | None = _key(None, "output", "file or folder of held-out rows")
+    output_dir: str = _key("runs/run", "output", "the run folder; one run owns it")
+
+    max_length: int = _key(2048, "data", "tokens of one row; longer samples are cut", ge=8)
+    packing: bool = _key(True, "data", "fill rows with several samples, each seeing only itself")
+    assistant_only_loss: bool = _key(True, "data", "train on the assistant's turns only")
+    train_batch_size: int = _key(8, "data", "rows of one optimizer step (with packing: rows of max_length)", ge=1)
+    num_train_epochs: float = _key(1.0, "optimisation", "passes over the data", gt=0)
+    max_steps: int | None = _key(None, "optimisation", "optimizer steps; overrides num_train_epochs", ge=1)
+    seed: int = _key(42, "data", "seed of the data order", ge=0)
+
+    learning_rate: float = _key(1e-5, "optimisation", "peak learning rate", gt=0)
+    lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant", "warmup_stable_decay"] = _key(
+        "cosine", "optimisation", "shape of the learning rate after warm-up"
+    )
+    min_lr_ratio: float = _key(0.1, "optimisation", "floor of cosine_with_min_lr, as a part of the peak", ge=0, le=1)
+    decay_ratio: float = _key(0.1, "optimisation", "last part of warmup_stable_decay that decays", ge=0, le=1)
+    warmup_steps: int = _key(0, "optimisation", "steps of linear warm-up", ge=0)
+    warmup_ratio: float = _key(
+        0.0, "optimisation", "warm-up as a part of all steps; used when warmup_steps is 0", ge=0, le=1
+    )
+    weight_decay: float = _key(0.0, "optimisation", "decoupled weight decay; never on norms and biases", ge=0)
+    adam_beta1: float = _key(0.9, "optimisation", "AdamW beta 1", ge=0, lt=1)
+    adam_beta2: float = _key(0.999, "optimisation", "AdamW beta 2", ge=0, lt=1)
+    adam_epsilon: float = _key(1e-8, "optimisation", "AdamW epsilon", gt=0)
+    max_grad_norm: float | None = _key(1.0, "optimisation", "exact global-norm clip; 0 or null: off", ge=0)
+    freeze: tuple[str, ...] = _key((), "optimisation", "regular expressions; matching parameters are not trained")
+    on_nan: Literal["stop", "skip"] = _key(
+        "stop", "optimisation", "what a step with a NaN or Inf does; it never applies"
+    )
+
+    precision: Literal["auto", "bf16", "fp32"] = _key(
+        "auto", "numerics", "compute precision; masters are exact fp32 in both; auto: bf16 on a GPU, fp32 on a CPU"
+    )
+    micro_batch_tokens: int | None = _key(
+        None,
+        "numerics",
+        "tokens of one micro-batch; null: 16384 on a GPU, 2048 on a CPU, a step's tokens if fewer",
+        ge=8,
+    )
+    loss_chunk_tokens: int | None = _key(
+        None, "numerics", "tokens whose logits exist at one time; null: 2048 on a GPU, 512 on a CPU", ge=1
+    )
+    deterministic: bool = _key(True, "numerics", "same bits in every run; false: fastest attention kernels")
+    compile: bool = _key(False, "numerics", "compile the layers; only on a GPU")
+    allow_unproven: bool = _key(False, "numerics", "train an architecture that the parity suite does not cover")
+
+    device: Literal["auto", "cpu", "cuda"] = _key("auto", "numerics", "where layers are computed")
+    memory: Memory = _key(Memory(), "placement", "budgets, for example {hbm: 40GiB, ram: 400GiB}")
+    activations: Literal["auto", "recompute", "keep"] = _key(
+        "auto", "placement", "keep a layer's saved tensors, or compute them again in the backward"
+    )
+    weight_slots: int | None = _key(None, "placement", "shared weight slots (advanced)", ge=2)
+    round_micro_batches: int | None = _key(
+        None, "placement", "micro-batches that go through the layers together (advanced)", ge=1
+    )
+    optimizer_threads: int | None = _key(None, "placement", "threads of the CPU update; null: every core", ge=1)
+    clip_mode: Literal["deferred"] = _key("deferred", "placement", "updates wait for the exact norm of their own step")
+
+    logging_steps: int = _key(1, "output", "steps between two printed lines; metrics.jsonl has every step", ge=1)
+    eval_steps: int | None = _key(None, "output", "steps between two evaluations; null: only before and after", ge=1)
+    save_steps: int = _key(500, "output", "steps between two checkpoints; the last step is always saved", ge=1)
+    save_total_limit: int = _key(2, "output", "checkpoints kept", ge=2)
+    save_strategy: Literal["steps", "no"] = _key(
+        "steps", "output", '"no": nothing can be resumed; only the final model is written'
+    )
+    resume_from_checkpoint: Literal["auto", "never"] = _key(
+        "auto", "output", "auto: go on from the newest valid checkpoint in output_dir, if there is one"
+    )
+    report_to: Literal["none"] = _key("none", "output", "trackers; metrics.jsonl is always written")
+
+    def to_yaml(self) -> str:
+        """The whole table as YAML that `read_config` reads back to an equal RunConfig."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+ALIASES = {
+    "model_name_or_path": "model",
+    "base_model": "model",
+    "model_id": "model",
+    "dataset_path": "dataset",
+    "train_file": "dataset",
+    "train_dataset": "dataset",
+    "validation_file": "eval_dataset",
+    "val_dataset": "eval_dataset",
+    "cutoff_len": "max_length",
+    "sequence_len": "max_length",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "sample_packing": "packing",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "adam_eps": "adam_epsilon",
+    "max_norm": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "output_path": "output_dir",
+    "global_batch_size": "train_batch_size",
+}
+BATCH_FACTORS = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+CODE_KEYS = ("trust_remote_code", "plugins", "custom_generate", "remote_code")
+
+FREE_GROUPS = ("placement", "output")  # keys of these groups may change at resume
+
+
+def group_of(key: str) -> str:
+    """The group of a key of RunConfig."""
+    extra = RunConfig.model_fields[key].json_schema_extra
+    assert isinstance(extra, dict), f"{key} was not declared with _key"
+    return str(extra["group"])
+
+
+def _refuse_unknown(key: str, where: str) -> None:
+    if key in CODE_KEYS:
+        raise ConfigError(f"{where}: key '{key}' is refused: MegaTrain runs no code named by a file; remove the key")
+    known = [*RunConfig.model_fields, *ALIASES, *BATCH_FACTORS]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    hint = f"did you mean '{close[0]}'?" if close else "docs/config.md lists the keys"
+    raise ConfigError(f"{where}: unknown key '{key}'; {hint}")
+
+
+def _without_aliases(raw: Mapping[str, ConfigValue]) -> dict[str, ConfigValue]:
+    """The same table under our own names. Two spellings of one key are an error."""
+    table: dict[str, ConfigValue] = {}
+    factors: dict[str, ConfigValue] = {}
+    for name, item in raw.items():
+        key = ALIASES.get(name, name)
+        if name in BATCH_FACTORS:
+            factors[name] = item
+            continue
+        if key not in RunConfig.model_fields:
+            _refuse_unknown(name, item.where)
+        if key in table:
+            raise ConfigError(f"{item.where}: '{name}' and a line before it both set '{key}'; keep one")
+        table[key] = item
+    if factors:
+        _multiply_factors(table, factors)
+    return table
+
+
+def _multiply_factors(table: dict[str, ConfigValue], factors: Mapping[str, ConfigValue]) -> None:
+    """per_device_train_batch_size (or micro_batch_size) × gradient_accumulation_steps = train_batch_size."""
+    where = next(iter(factors.values())).where
+    if "train_batch_size" in table:
+        raise ConfigError(f"{where}: '{next(iter(factors))}' and 'train_batch_size' both size the batch; keep one")
+    if len(factors.keys() & set(BATCH_FACTORS[:2])) != 1:
+        raise ConfigError(
+            f"{where}: give train_batch_size, or per_device_train_batch_size × gradient_accumulation_steps"
+        )
+    product = 1
+    for name, item in factors.items():
+        if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 1:
+            raise ConfigError(f"{item.where}: {name} is {item.value!r}; it must be a whole number of at least 1")
+        product *= item.value
+    table["train_batch_size"] = ConfigValue(product, where)
+
+
+def _sentence(detail: ErrorDetails, table: Mapping[str, ConfigValue], source: str) -> str:
+    key = str(detail["loc"][0])
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return f"{source}: key '{key}' is missing; {RunConfig.model_fields[key].description}"
+    if detail["type"] == "extra_forbidden":
+        return f"{table[key].where}: unknown key '{name}'; memory has hbm, ram and disk"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{table[key].where}: {name} is {detail['input']!r}; {message[0].lower()}{message[1:]}"
+
+
+def _validated(table: Mapping[str, ConfigValue], source: str) -> RunConfig:
+    values = {key: _widened(key, item.value) for key, item in table.items()}
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error.errors()[0], table, source)) from None
+    for pattern in config.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{table['freeze'].where}: freeze has {pattern!r}, not a regular expression: {error}"
+            ) from None
+    return config
+
+
+def _widened(key: str, value: object) -> object:
+    """YAML has lists and one spelling of whole numbers; RunConfig has tuples and floats. Nothing else is widened."""
+    if isinstance(value, list):
+        return tuple(value)
+    if key == "freeze" and isinstance(value, str):
+        return (value,)
+    return value
+
+
+def _with_overrides(raw: dict[str, ConfigValue], overrides: Sequence[str]) -> dict[str, ConfigValue]:
+    """`key=value` words replace what the file says; `memory.hbm=24GiB` reaches into memory."""
+    own_name = {ALIASES.get(name, name): name for name in raw}
+    for word in overrides:
+        name, equals, text = word.partition("=")
+        where = f"command line '{word}'"
+        if not equals or not name:
+            raise ConfigError(f"{where}: write key=value, for example learning_rate=2e-5")
+        value = parse_value(text, where)
+        if name.startswith("memory."):
+            before = raw["memory"].value if "memory" in raw else {}
+            if not isinstance(before, dict):
+                raise ConfigError(f"{raw['memory'].where}: memory is {before!r}; write {{hbm: …, ram: …}}")
+            name, value = "memory", {**before, name.removeprefix("memory."): value}
+        key = ALIASES.get(name, name)
+        if key in own_name:
+            raw.pop(own_name[key], None)
+        if key == "train_batch_size":
+            for factor in BATCH_FACTORS:
+                raw.pop(factor, None)
+        own_name[key] = name
+        raw[name] = ConfigValue(value, where)
+    return raw
+
+
+def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The RunConfig of a YAML file (None: of the words alone) with `key=value` overrides; ConfigError on a mistake."""
+    source = str(path) if path is not None else "command line"
+    raw: dict[str, ConfigValue] = {}
+    if path is not None:
+        try:
+            raw = parse_mapping(path.read_bytes(), source)
+        except OSError as error:
+            raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    return _validated(_without_aliases(_with_overrides(raw, overrides)), source)
+
+
+def resolved(config: RunConfig, device: Literal["cpu", "cuda"], num_cores: int) -> RunConfig:
+    """`config` with no `auto` left in its numerics, and paths made absolute. Resolving twice changes nothing."""
+    if config.compile and device == "cpu":
+        raise ConfigError("compile is true, but the layers run on a CPU; set compile to false")
+    step_tokens = config.train_batch_size * config.max_length
+    default_tokens = min(16384 if device == "cuda" else 2048, step_tokens)
+    micro_batch_tokens = config.micro_batch_tokens or max(default_tokens, config.max_length)
+    if micro_batch_tokens < config.max_length:
+        raise ConfigError(
+            f"micro_batch_tokens is {micro_batch_tokens}, less than max_length {config.max_length}; "
+            f"a row must fit one micro-batch: raise it to at least {config.max_length}"
+        )
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    chunk_tokens = config.loss_chunk_tokens or (2048 if device == "cuda" else 512)
+    changes = {
+        "device": device,
+        "precision": precision,
+        "micro_batch_tokens": micro_batch_tokens,
+        "loss_chunk_tokens": min(chunk_tokens, micro_batch_tokens),
+        "optimizer_threads": config.optimizer_threads or num_cores,
+        "max_grad_norm": config.max_grad_norm or None,
+        "model": _absolute(config.model),
+        "dataset": _absolute(config.dataset),
+        "eval_dataset": None if config.eval_dataset is None else _absolute(config.eval_dataset),
+        "output_dir": str(Path(config.output_dir).absolute()),
+    }
+    return config.model_copy(update=changes)
+
+
+def _absolute(path: str) -> str:
+    """A path that exists here made absolute; any other name stays as it was written."""
+    return str(Path(path).absolute()) if Path(path).exists() else path
+
+
+def changed_keys(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
+    """Keys that may change bits and differ between two resolved configs: what a resume must not find."""
+    keys = [key for key in RunConfig.model_fields if group_of(key) not in FREE_GROUPS]
+    left, right = before.model_dump(), after.model_dump()
+    return tuple(key for key in keys if left[key] != right[key])
+
+
+def config_page() -> str:
+    """docs/config.md: every key with its default, group and meaning."""
+    defaults = RunConfig(model="-", dataset="-").model_dump(mode="json")
+    lines = ["| key | default | group | meaning |", "|---|---|---|---|"]
+    for key, field in RunConfig.model_fields.items():
+        shown = "required" if field.is_required() else f"`{yaml_scalar(defaults[key])}`"
+        lines.append(f"| `{key}` | {shown} | {group_of(key)} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def yaml_scalar(value: object) -> str:
+    """One value as flow YAML on one line."""
+    return (
+        yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )

@@ -1,0 +1,162 @@
+"""A config file is read to the letter: every mistake is a ConfigError with its line, nothing is guessed or ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import (
+    ALIASES,
+    RunConfig,
+    changed_keys,
+    format_size,
+    group_of,
+    parse_size,
+    read_config,
+    resolved,
+)
+from megatrain.errors import ConfigError
+
+BASE = "model: a\ndataset: b\n"
+
+
+def read(tmp_path: Path, text: str, *words: str) -> RunConfig:
+    path = tmp_path / "c.yaml"
+    path.write_text(text, "utf-8")
+    return read_config(path, words)
+
+
+def test_defaults_and_yaml_1_2_scalars(tmp_path: Path) -> None:
+    config = read(tmp_path, BASE + "learning_rate: 1e-5\nsave_strategy: no\nweight_decay: 0\n")
+    assert config.learning_rate == 1e-5
+    assert config.save_strategy == "no"
+    assert config.weight_decay == 0.0
+    assert config.max_length == 2048
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_alias_lands_on_its_key(tmp_path: Path, alias: str) -> None:
+    values = {"model": "x", "dataset": "x", "eval_dataset": "x", "output_dir": "x", "max_length": "64"}
+    values |= {"packing": "false", "lr_scheduler_type": "linear", "learning_rate": "0.5", "num_train_epochs": "2"}
+    values |= {"adam_epsilon": "0.5", "max_grad_norm": "0.5", "train_batch_size": "3"}
+    key = ALIASES[alias]
+    base = "".join(line for line in (BASE.splitlines(keepends=True)) if not line.startswith(f"{key}:"))
+    config = read(tmp_path, f"{base}{alias}: {values[key]}\n")
+    assert config == read(tmp_path, f"{base}{key}: {values[key]}\n")
+    assert key in config.model_fields_set
+
+
+def test_batch_factors_multiply(tmp_path: Path) -> None:
+    text = BASE + "per_device_train_batch_size: 4\ngradient_accumulation_steps: 8\n"
+    assert read(tmp_path, text).train_batch_size == 32
+    assert read(tmp_path, text, "train_batch_size=5").train_batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnin_rate: 3\n", "line 3: unknown key 'learnin_rate'; did you mean 'learning_rate'?"),
+        ("qqq: 3\n", "line 3: unknown key 'qqq'; docs/config.md lists the keys"),
+        ("trust_remote_code: true\n", "line 3: key 'trust_remote_code' is refused"),
+        ("model: c\n", "line 3: key 'model' is given twice (first at"),
+        ("lr: 1\nlearning_rate: 2\n", "line 4: 'learning_rate' and a line before it both set"),
+        ("packing: yes\n", "line 3: packing is 'yes'"),
+        ("learning_rate: '1e-5'\n", "line 3: learning_rate is '1e-5'"),
+        ("max_steps: 1.5\n", "line 3: max_steps is 1.5"),
+        ("max_steps: true\n", "line 3: max_steps is True"),
+        ("seed: -1\n", "line 3: seed is -1"),
+        ("learning_rate: .inf\n", "line 3: learning_rate is inf"),
+        ("memory: {hbm: 24}\n", 'line 3: memory.hbm is 24; write a size with its unit, for example "24GiB"'),
+        ("memory: {vram: 24GiB}\n", "unknown key 'memory.vram'; memory has hbm, ram and disk"),
+        ("memory: {ram: 1GiB, ram: 2GiB}\n", "key 'ram' is given twice"),
+        ("save_total_limit: 1\n", "line 3: save_total_limit is 1"),
+        ("freeze: ['(']\n", "line 3: freeze has '(', not a regular expression"),
+        ("gradient_accumulation_steps: 2\n", "line 3: give train_batch_size"),
+        ("micro_batch_size: 0\n", "line 3: micro_batch_size is 0"),
+        ("train_batch_size: 2\nmicro_batch_size: 2\n", "both size the batch"),
+        ("seed: &a 1\n", "line 3: anchors and aliases"),
+        ("freeze: !!python/name:os.system [a]\n", "line 3: tag"),
+        ("max_steps: " + "9" * 400 + "\n", "has 400 digits"),
+        ("freeze: " + "[" * 40 + "\n", "nested deeper than"),
+        ("freeze: [\n", "not YAML"),
+        ("? [a]\n: b\n", "a key must be a word"),
+    ],
+)
+def test_mistakes_name_their_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, BASE + text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "key 'model' is missing"), ("- a\n", "lines of 'key: value'")])
+def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, text)
+
+
+def test_alias_bomb_is_refused_at_once(tmp_path: Path) -> None:
+    bomb = "a: &a [x, x]\n" + "".join(f"{n}: &{n} [*{p}, *{p}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True))
+    with pytest.raises(ConfigError, match="line 1: anchors and aliases"):
+        read(tmp_path, bomb)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_config(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
+    with pytest.raises(ConfigError, match="not UTF-8 text at byte 10"):
+        read_config(tmp_path / "latin.yaml")
+
+
+def test_overrides(tmp_path: Path) -> None:
+    words = ("learning_rate=2e-5", "memory.hbm=3GiB", "cutoff_len=64", "max_grad_norm=", "freeze=[a, b]", "model=other")
+    config = read(tmp_path, BASE + "lr: 1\nmax_length: 8\nmemory: {ram: 1GiB, hbm: 1GiB}\n", *words)
+    assert (config.learning_rate, config.max_length, config.model) == (2e-5, 64, "other")
+    assert (config.memory.hbm, config.memory.ram) == (3 << 30, 1 << 30)
+    assert config.max_grad_norm is None
+    assert config.freeze == ("a", "b")
+    for word in ("lr", "=3"):
+        with pytest.raises(ConfigError, match="write key=value"):
+            read(tmp_path, BASE, word)
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_sizes_round_trip(num_bytes: int) -> None:
+    assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+def test_resolved_has_no_auto_and_reads_back(tmp_path: Path) -> None:
+    config = read(tmp_path, BASE + "train_batch_size: 4\nmax_length: 256\nmax_grad_norm: 0\nmemory: {ram: 1.5GiB}\n")
+    cpu = resolved(config, "cpu", 2)
+    assert (cpu.device, cpu.precision, cpu.micro_batch_tokens, cpu.loss_chunk_tokens) == ("cpu", "fp32", 1024, 512)
+    assert cpu.max_grad_norm is None
+    assert resolved(cpu, "cpu", 8) == cpu
+    assert read(tmp_path, cpu.to_yaml()) == cpu
+    gpu = resolved(config.model_copy(update={"train_batch_size": 512}), "cuda", 2)
+    assert (gpu.precision, gpu.micro_batch_tokens) == ("bf16", 16384)
+    long = resolved(config.model_copy(update={"max_length": 40_000}), "cuda", 2)
+    assert long.micro_batch_tokens == 40_000
+
+
+def test_wishes_that_cannot_be_honoured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="micro_batch_tokens is 64, less than max_length 2048"):
+        resolved(read(tmp_path, BASE + "micro_batch_tokens: 64\n"), "cpu", 2)
+    with pytest.raises(ConfigError, match="compile is true"):
+        resolved(read(tmp_path, BASE + "compile: true\n"), "cpu", 2)
+
+
+def test_changed_keys_knows_what_may_change(tmp_path: Path) -> None:
+    before = read(tmp_path, BASE)
+    moved = read(tmp_path, BASE + "output_dir: c\nsave_steps: 3\nweight_slots: 4\nmemory: {hbm: 1GiB}\n")
+    assert changed_keys(before, moved) == ()
+    other = read(tmp_path, BASE + "seed: 1\nlearning_rate: 1\nprecision: fp32\n")
+    assert changed_keys(before, other) == ("seed", "learning_rate", "precision")
+
+
+def test_every_key_has_a_group_and_a_meaning() -> None:
+    for key, field in RunConfig.model_fields.items():
+        assert group_of(key) in ("run", "data", "optimisation", "numerics", "placement", "output")
+        assert field.description
