@@ -1,0 +1,86 @@
+"""The model of a config with its parameters on the meta device and its buffers real."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from megatrain.errors import ModelError
+from megatrain.models.families import Family, family_of
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """The causal-language-model class of `config`; refuses a config that was saved for another class."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"model type {config.model_type!r} has no causal language model in transformers; "
+            "choose a decoder-only text model"
+        )
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    saved_as = config.architectures or [architecture]
+    if architecture not in saved_as:
+        raise ModelError(
+            f"the config says architectures: {saved_as}, which is not the causal language model {architecture}; "
+            "use a checkpoint saved from the causal language model"
+        )
+    return architecture
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Registration hook: the parameter's meta twin. A meta parameter passes through, so that tied ones stay one."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, every parameter that a module registers goes to the meta device at once.
+
+    Not `torch.device("meta")`: that would lose the values of the buffers (rotary frequencies, embedding scale).
+    """
+    handle = register_module_parameter_registration_hook(_to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_randomness(config: PreTrainedConfig, model: PreTrainedModel) -> None:
+    """Recomputing a layer must give the same bits, so a layer may not roll dice; nor may it look ahead."""
+    settings = config.to_dict()
+    dropout = float(settings.get("attention_dropout") or 0.0)
+    dropout = max([dropout, *(m.p for m in model.modules() if isinstance(m, nn.Dropout))])
+    if dropout > 0.0:
+        raise ModelError(f"the config asks for dropout {dropout}, which is not supported; set it to 0.0 in config.json")
+    if settings.get("use_bidirectional_attention"):
+        raise ModelError("the config sets use_bidirectional_attention, which is not supported; set it to false")
+
+
+def meta_model(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, allow_unproven: bool
+) -> tuple[PreTrainedModel, Family]:
+    """The model of `config` in eval mode: parameters on meta in `dtype`, buffers on the CPU with their real values.
+
+    Buffers have the value and dtype of a model really made with `from_config(config, dtype=dtype)`. `config` is not
+    changed. Refused: unproven architectures (unless allowed), dropout, and backbones not laid out as their family says.
+    """
+    family = family_of(architecture_of(config), allow_unproven)
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
+        )
+    _refuse_randomness(config, model)
+    modules = dict(model.named_modules())
+    for path in (family.backbone, *(f"{family.backbone}.{part}" for part in (family.layers, *family.final))):
+        if path not in modules:
+            raise ModelError(f"{family.architecture} has no submodule {path!r}; this architecture cannot be streamed")
+    return model.eval(), family

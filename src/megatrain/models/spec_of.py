@@ -1,0 +1,135 @@
+"""model_spec: a transformers config -> ModelSpec. Parameters are classified by where they are in the model's tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megatrain.errors import ConfigError, ModelError
+from megatrain.models.families import Family
+from megatrain.models.meta import meta_model
+from megatrain.models.spec import AttentionShape, ModelSpec, SegmentSpec, TensorSpec
+
+
+def model_spec(config: PreTrainedConfig, *, freeze: Sequence[str] = (), allow_unproven: bool = False) -> ModelSpec:
+    """The segments EMBED, L000 …, HEAD of the model of `config`, and the sizes around them.
+
+    `freeze`: regular expressions, searched in checkpoint names; a matching tensor is not trained.
+    Refused with ModelError: what `meta_model` refuses, and ties other than the output matrix to the embedding.
+    """
+    model, family = meta_model(config, torch.float32, "eager", allow_unproven)
+    return spec_of_model(model, family, freeze)
+
+
+def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str]) -> ModelSpec:
+    """As model_spec, of a model already built."""
+    num_blocks = len(model.get_submodule(f"{family.backbone}.{family.layers}"))
+    tied_name = _tied_name(model, family)
+    undecayed = _undecayed(model)
+    patterns = [_pattern(text) for text in freeze]
+    segments: dict[str, list[TensorSpec]] = {name: [] for name in _segment_names(num_blocks)}
+    for name, parameter in model.named_parameters():
+        if name == tied_name:
+            continue
+        segment, local = _place(name, family)
+        trainable = not any(pattern.search(name) for pattern in patterns)
+        tensor = TensorSpec(name, local, tuple(parameter.shape), trainable, decay=name not in undecayed)
+        segments[segment].append(tensor)
+    _check_freeze(patterns, [t for tensors in segments.values() for t in tensors])
+    values = model.config.to_dict()
+    untied_embedding = 0 if tied_name else _embedding_elements(model)
+    return ModelSpec(
+        architecture=family.architecture,
+        segments=tuple(SegmentSpec(name, _kind(name), tuple(tensors)) for name, tensors in segments.items()),
+        tied=tied_name is not None,
+        hidden_size=values["hidden_size"],
+        vocab_size=values["vocab_size"],
+        attention=_attention(values, num_blocks),
+        active_parameters=sum(t.num_elements for ts in segments.values() for t in ts) - untied_embedding,
+        max_positions=values["max_position_embeddings"],
+    )
+
+
+def block_name(index: int) -> str:
+    """The segment name of block `index`."""
+    return f"L{index:03d}"
+
+
+def _segment_names(num_blocks: int) -> list[str]:
+    return ["EMBED", *(block_name(i) for i in range(num_blocks)), "HEAD"]
+
+
+def _kind(segment: str) -> str:
+    return {"EMBED": "embed", "HEAD": "head"}.get(segment, "block")
+
+
+def _place(name: str, family: Family) -> tuple[str, str]:
+    """(segment, local name) of a parameter. Local names are relative to the layer, to the backbone, or to the model."""
+    prefix = f"{family.backbone}."
+    if not name.startswith(prefix):
+        return "HEAD", name
+    inside = name.removeprefix(prefix)
+    if inside.startswith(f"{family.layers}."):
+        index, local = inside.removeprefix(f"{family.layers}.").split(".", 1)
+        return block_name(int(index)), local
+    is_final = any(inside.startswith(f"{part}.") for part in family.final)
+    return ("HEAD" if is_final else "EMBED"), inside
+
+
+def _tied_name(model: PreTrainedModel, family: Family) -> str | None:
+    """The name of the output matrix if it is the embedding itself."""
+    owners: dict[int, str] = {}
+    tied: list[tuple[str, str]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in owners:
+            tied.append((owners[id(parameter)], name))
+        owners.setdefault(id(parameter), name)
+    if not tied:
+        return None
+    (first, second), *others = tied
+    if others or model.get_parameter(first) is not model.get_input_embeddings().weight or second != "lm_head.weight":
+        raise ModelError(f"{family.architecture} ties {tied}; only lm_head.weight may be tied, to the input embedding")
+    return second
+
+
+def _undecayed(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the tensors that weight decay leaves alone: norms, biases, and every tensor with one dimension."""
+    norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim < 2 or name.endswith("bias") or any(name.startswith(f"{norm}.") for norm in norms)
+    )
+
+
+def _embedding_elements(model: PreTrainedModel) -> int:
+    """Elements of tables that are looked up, not multiplied with."""
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+
+
+def _attention(values: dict[str, object], num_blocks: int) -> tuple[AttentionShape, ...]:
+    """One shape a block. Without `layer_types` a window holds for every block."""
+    num_heads = int(values["num_attention_heads"])
+    head_size = int(values.get("head_dim") or values["hidden_size"] // num_heads)
+    window = values.get("sliding_window")
+    types = values.get("layer_types") or ["sliding_attention"] * num_blocks
+    return tuple(AttentionShape(num_heads, head_size, window if t == "sliding_attention" else None) for t in types)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"freeze: {text!r} is not a regular expression ({error}); correct it") from error
+
+
+def _check_freeze(patterns: Sequence[re.Pattern[str]], tensors: Sequence[TensorSpec]) -> None:
+    for pattern in patterns:
+        if not any(pattern.search(t.name) for t in tensors):
+            raise ConfigError(f"freeze: {pattern.pattern!r} matches no parameter; names look like {tensors[-1].name!r}")
+    if not any(t.trainable for t in tensors):
+        raise ConfigError(f"freeze: {[p.pattern for p in patterns]} freezes every parameter; leave some to train")
