@@ -1,0 +1,104 @@
+// Compiled once per instruction set: MEGATRAIN_ISA names the set. Keep standard-library templates out of this file: an
+// inline function compiled here for AVX-512 could be the copy the linker keeps for every processor.
+#include "kernels.h"
+
+#include <cmath>
+#include <cstring>
+
+#define MEGATRAIN_CONCAT_(a, b) a##b
+#define MEGATRAIN_CONCAT(a, b) MEGATRAIN_CONCAT_(a, b)
+#define MEGATRAIN_QUOTE_(a) #a
+#define MEGATRAIN_QUOTE(a) MEGATRAIN_QUOTE_(a)
+
+namespace megatrain {
+namespace {
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float join_one(uint16_t hi, int16_t lo) {
+  return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+}
+
+inline uint16_t hi_of(uint32_t bits) {
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x0040u : (bits + 0x8000u) >> 16);
+}
+
+inline int16_t lo_of(uint32_t bits) { return static_cast<int16_t>(static_cast<uint16_t>(bits)); }
+
+// Each line is one line of the specification; -ffp-contract=off keeps its roundings apart.
+inline float adamw_one(float w, float* __restrict m, float* __restrict v, float grad, const Scalars& s) {
+  const float g = grad * s.coefficient;
+  const float m1 = *m + s.lerp * (g - *m);
+  const float v1 = s.beta2 * *v + (s.square * g) * g;
+  const float d = std::sqrt(v1) / s.bias2_sqrt + s.epsilon;
+  *m = m1;
+  *v = v1;
+  return w * s.decay_mul - (s.step_size * m1) / d;
+}
+
+void adamw_fp32(float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict grad,
+                uint64_t count, const Scalars& scalars) {
+  const Scalars s = scalars;  // a copy: a store through w cannot alias it
+  for (uint64_t i = 0; i < count; ++i) w[i] = adamw_one(w[i], m + i, v + i, grad[i], s);
+}
+
+void adamw_split(uint16_t* __restrict hi, int16_t* __restrict lo, float* __restrict m, float* __restrict v,
+                 const float* __restrict grad, uint64_t count, const Scalars& scalars) {
+  const Scalars s = scalars;
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(adamw_one(join_one(hi[i], lo[i]), m + i, v + i, grad[i], s));
+    hi[i] = hi_of(bits);
+    lo[i] = lo_of(bits);
+  }
+}
+
+void split(const float* __restrict master, uint16_t* __restrict hi, int16_t* __restrict lo, uint64_t count) {
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(master[i]);
+    hi[i] = hi_of(bits);
+    lo[i] = lo_of(bits);
+  }
+}
+
+void join(const uint16_t* __restrict hi, const int16_t* __restrict lo, float* __restrict master, uint64_t count) {
+  for (uint64_t i = 0; i < count; ++i) master[i] = join_one(hi[i], lo[i]);
+}
+
+double leaf_sum_squares(const float* __restrict leaf, uint64_t count) {
+  double lanes[kNumLanes] = {};
+  const uint64_t whole = count - count % kNumLanes;
+  for (uint64_t start = 0; start < whole; start += kNumLanes) {
+    for (uint64_t lane = 0; lane < kNumLanes; ++lane) {
+      const double x = leaf[start + lane];
+      lanes[lane] += x * x;
+    }
+  }
+  for (uint64_t i = whole; i < count; ++i) {
+    const double x = leaf[i];
+    lanes[i - whole] += x * x;
+  }
+  for (uint64_t half = kNumLanes / 2; half; half /= 2) {
+    for (uint64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+}  // namespace
+
+extern const Kernels MEGATRAIN_CONCAT(kernels_, MEGATRAIN_ISA);
+const Kernels MEGATRAIN_CONCAT(kernels_, MEGATRAIN_ISA) = {
+    MEGATRAIN_QUOTE(MEGATRAIN_ISA), adamw_fp32, adamw_split, split, join, leaf_sum_squares,
+};
+
+}  // namespace megatrain
