@@ -83,20 +83,18 @@ def _make_operator(name: str, deterministic: bool) -> Any:
     return operator
 
 
-def _forward_fake(
-    q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, document_ids_T: Tensor, sinks_H: Tensor | None,
-    scale: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _forward_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Shapes only; takes and returns what `attention_cpu.forward` does."""
+    q_1HTD, _, v_1GTE = inputs[:3]
     _, num_heads, num_tokens, _ = q_1HTD.shape
     lse_dtype = torch.float64 if q_1HTD.dtype == torch.float64 else torch.float32
     out_1THE = q_1HTD.new_empty(1, num_tokens, num_heads, v_1GTE.shape[3])
     return out_1THE, q_1HTD.new_empty(1, num_heads, num_tokens, dtype=lse_dtype)
 
 
-def _backward_fake(
-    dout_1THE: Tensor, q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, document_ids_T: Tensor, sinks_H: Tensor | None,
-    out_1THE: Tensor, lse_1HT: Tensor, scale: float, window: int, softcap: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    """Shapes only; takes and returns what `attention_cpu.backward` does."""
+    _, q_1HTD, k_1GTD, v_1GTE, _, sinks_H = inputs[:6]
     dsinks_H = q_1HTD.new_empty(0) if sinks_H is None else torch.empty_like(sinks_H)
     return *attention_cpu.empty_gradients(q_1HTD, k_1GTD, v_1GTE), dsinks_H
 

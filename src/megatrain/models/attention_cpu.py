@@ -77,11 +77,10 @@ def backward(
     out_1THE: Tensor, lse_1HT: Tensor, scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns (dq, dk, dv, dsinks) shaped and typed like their inputs (dsinks empty without sinks)."""
-    _, num_heads, num_tokens, _ = q_1HTD.shape
     groups, dtype = k_1GTD.shape[1], _compute_dtype(q_1HTD)
     dq_1HTD, dk_1GTD, dv_1GTE = empty_gradients(q_1HTD, k_1GTD, v_1GTE)
     delta_1HT = (dout_1THE.to(dtype) * out_1THE.to(dtype)).sum(3).transpose(1, 2)
-    for document in documents(document_ids_T, num_tokens):
+    for document in documents(document_ids_T, q_1HTD.shape[2]):
         q_GRND = _document(q_1HTD, document, dtype).unflatten(0, (groups, -1))
         do_GRNE = _document(dout_1THE.transpose(1, 2), document, dtype).unflatten(0, (groups, -1))
         lse_GRN1 = lse_1HT[0, :, document].unflatten(0, (groups, -1)).unsqueeze(3)
