@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-
 Program = Literal["train", "eval", "flush", "save"]
 
 
@@ -23,7 +22,7 @@ class Lane(StrEnum):
 class Kind(StrEnum):
     """What an op does. The reads and writes of each kind, in this order, are the contract of builder and handlers.
 
-    A gradient slot that is added into stands in reads and in writes. Frozen segments have none, so it is left out there;
+    A gradient slot that is added into stands in reads and in writes; a frozen segment has none, so it is left out.
     [..] marks what else may be absent. `weights` is the slot of the segment itself.
 
     FETCH       r: ram.w.S                                  w: its weight slot
@@ -71,7 +70,7 @@ class Place(NamedTuple):
     Scalars:   norm.L000, cell;  file.L000 on disk
     Micro-batches count from 0 over the whole step. Where only a micro-batch follows the pool, it is `micro_batch`, and
     `key` stays "": Place("loss", "", 3) is "loss.3".  Place("tied.grad") and Place("cell") are complete as they are.
-    Between programs only homes keep their content: ram.*, hbm.state.*, file.*, cell, and w.S, g.S where `state` is "hbm".
+    Between programs only homes keep their content: ram.*, hbm.state.*, file.*, cell; w.S, g.S if `state` is "hbm".
     """
 
     pool: str  # "w", "g", "act", "ram.w", …

@@ -1,9 +1,11 @@
-"""Plan: where every byte lives and what is recomputed. Placement only: no field of it may change a bit of the result."""
+"""Plan: where every byte lives and what is recomputed. Placement only: no field may change a bit of the result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from megatrain.errors import PlanError
 
 Tier = Literal["hbm", "ram", "disk"]
 
@@ -43,3 +45,47 @@ class Plan:
     @property
     def blocks(self) -> tuple[SegmentPlan, ...]:
         return self.segments[1:-1]
+
+    @property
+    def lowest_trainable(self) -> int:
+        """Index in `segments` of the first trainable one (len(segments) if none): backward stops there."""
+        for index, segment in enumerate(self.segments):
+            if segment.trainable:
+                return index
+        return len(self.segments)
+
+
+def validate(plan: Plan) -> None:
+    """Raise PlanError if no schedule can follow `plan`; the message names the segment or count, and the remedy."""
+    names = [s.name for s in plan.segments]
+    num_blocks = len(plan.segments) - 2
+    wanted = ["EMBED", *(f"L{i:03d}" for i in range(num_blocks)), "HEAD"]
+    if num_blocks < 1 or names != wanted:
+        raise PlanError(f"plan has segments {names}; list EMBED, L000 … one a block, HEAD in travel order")
+    kinds = ["embed", *["block"] * num_blocks, "head"]
+    for segment, kind in zip(plan.segments, kinds, strict=True):
+        _validate_segment(segment, kind)
+    pool_weights = sum(s.weights == "pool" for s in plan.segments)
+    slots_needed = min(pool_weights, 2)
+    if plan.weight_slots < slots_needed:
+        raise PlanError(
+            f"weight_slots is {plan.weight_slots}, but {pool_weights} segments share the slots; "
+            f"use at least {slots_needed} (one computes while the next arrives)"
+        )
+    if plan.grad_slots < 1 and any(s.trainable and s.grads == "pool" for s in plan.segments):
+        raise PlanError(f"grad_slots is {plan.grad_slots}, but some segments share gradient slots; use at least 1")
+    if plan.round_micro_batches < 1:
+        raise PlanError(f"round_micro_batches is {plan.round_micro_batches}; use at least 1")
+
+
+def _validate_segment(segment: SegmentPlan, kind: str) -> None:
+    if segment.kind != kind:
+        raise PlanError(f"{segment.name} is planned as kind {segment.kind!r}; it must be {kind!r}")
+    if segment.state == "disk":
+        raise PlanError(f"{segment.name} has its state on disk, which no schedule supports yet; use 'ram' or 'hbm'")
+    if segment.weights != "own" and (kind != "block" or segment.state == "hbm"):
+        why = f"{kind} segments" if kind != "block" else "segments with state 'hbm'"
+        raise PlanError(f"{segment.name} has weights {segment.weights!r}; {why} need weights 'own'")
+    if segment.trainable and segment.grads != "own" and (kind != "block" or segment.state == "hbm"):
+        why = f"{kind} segments" if kind != "block" else "segments with state 'hbm'"
+        raise PlanError(f"{segment.name} has grads {segment.grads!r}; {why} need grads 'own'")

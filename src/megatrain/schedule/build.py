@@ -1,0 +1,179 @@
+"""Build: from a Plan, the ops of one program in the order they are issued. Decides all order; decides no placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+from megatrain.errors import PlanError
+from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
+from megatrain.schedule.plan import Plan, SegmentPlan, validate
+from megatrain.schedule.slots import GradSlots, Visit, VisitKind, WeightSlots
+from megatrain.schedule.waits import with_waits
+
+
+def build(plan: Plan, program: Program, num_micro_batches: int, pending_update: bool) -> Schedule:
+    """The schedule of one program, waits included. It starts and ends with all lanes idle.
+
+    `pending_update`: the step before has not been applied yet; this program applies it, whatever the program is.
+    "train" leaves its own update pending. `num_micro_batches` (of the step; unused by flush and save) goes through the
+    layers in rounds of nearly equal size.
+    """
+    validate(plan)
+    if program in ("train", "eval"):
+        assert num_micro_batches >= 1, f"{program} with {num_micro_batches} micro-batches"
+        if program == "train" and plan.lowest_trainable == len(plan.segments):
+            raise PlanError("every segment is frozen: there is nothing to train; unfreeze a tensor, or evaluate")
+        ops = _Pass(plan, program, num_micro_batches, pending_update).ops()
+    else:
+        ops = _at_home(plan, program, pending_update)
+    return with_waits(tuple(ops))
+
+
+def rounds(num_micro_batches: int, round_micro_batches: int) -> tuple[range, ...]:
+    """Micro-batches 0 … in the fewest rounds of at most `round_micro_batches`, sizes differing by at most one.
+
+    Nearly equal rounds, not full ones and a rest: a short round hides less traffic behind its compute.
+    """
+    num_rounds = -(-num_micro_batches // round_micro_batches)
+    edges = [num_micro_batches * r // num_rounds for r in range(num_rounds + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(edges))
+
+
+def _update(segment: SegmentPlan) -> Op:
+    name, in_hbm = segment.name, segment.state == "hbm"
+    grad = Place("g" if in_hbm else "ram.grad", name)
+    home = (Place("hbm.state" if in_hbm else "ram.state", name), Place("w" if in_hbm else "ram.w", name))
+    lane = Lane.COMPUTE if in_hbm else Lane.HOST
+    return Op(Kind.UPDATE, name, None, lane, (grad, CELL, *home), home)
+
+
+def _at_home(plan: Plan, program: Program, pending_update: bool) -> Iterator[Op]:
+    """flush and save: nothing passes through the layers."""
+    for segment in plan.segments:
+        in_hbm = segment.state == "hbm"
+        if pending_update and segment.trainable:
+            yield _update(segment)
+        if program == "save":
+            reads = [Place("w" if in_hbm else "ram.w", segment.name)]
+            if segment.trainable:
+                reads.append(Place("hbm.state" if in_hbm else "ram.state", segment.name))
+            yield Op(Kind.SAVE, segment.name, None, Lane.DISK, tuple(reads), (Place("file", segment.name),))
+
+
+class _Pass:
+    """Writes the ops of train or eval, visit by visit."""
+
+    def __init__(self, plan: Plan, program: Program, num_micro_batches: int, pending_update: bool) -> None:
+        self.plan = plan
+        self.train = program == "train"
+        self.num_micro_batches = num_micro_batches
+        self.pending_update = pending_update
+        self.lowest = plan.lowest_trainable if self.train else len(plan.segments)
+        self.embed, self.head = plan.segments[0], plan.segments[-1]
+        self.visits = tuple(self._visits())
+        self.weights = WeightSlots(plan, self.visits)
+        self.grads = GradSlots(plan, self.visits if self.train else ())
+        self.tied_grad = (TIED_GRAD,) if self.train and plan.tied and self.embed.trainable else ()
+
+    def _visits(self) -> Iterator[Visit]:
+        num_blocks = len(self.plan.blocks)
+        parts = rounds(self.num_micro_batches, self.plan.round_micro_batches)
+        way: list[tuple[VisitKind, int]] = [("embed", 0)]
+        way += [("forward", index) for index in range(1, num_blocks + 1)]
+        way += [("head", num_blocks + 1)]
+        way += [("backward", index) for index in range(num_blocks, max(self.lowest, 1) - 1, -1)]
+        if self.lowest == 0:
+            way += [("embed_backward", 0)]
+        for number, (part, (kind, index)) in enumerate(product(parts, way)):
+            yield Visit(number, kind, index, part, part == parts[0], part == parts[-1])
+
+    def ops(self) -> Iterator[Op]:
+        if self.pending_update:
+            # In order of first use: the host works through them while the first layers already compute.
+            yield from (_update(s) for s in self.plan.segments if s.trainable and s.state == "ram")
+        yield from self._fetches(-1)
+        write = {
+            "embed": self._embed,
+            "forward": self._forward,
+            "head": self._head,
+            "backward": self._backward,
+            "embed_backward": self._embed_backward,
+        }
+        for visit in self.visits:
+            segment = self.plan.segments[visit.index]
+            first_use = visit.first_round and visit.kind in ("embed", "forward", "head")
+            if self.pending_update and first_use and segment.trainable and segment.state == "hbm":
+                yield _update(segment)
+            yield from write[visit.kind](visit, segment)
+            yield from self._fetches(visit.number)
+        if self.train:
+            norms = tuple(Place("norm", s.name) for s in self.plan.segments if s.trainable)
+            losses = tuple(Place("loss", "", m) for m in range(self.num_micro_batches))
+            yield Op(Kind.CLIP, "", None, Lane.HOST, (*norms, *losses), (CELL,))
+
+    def _fetches(self, done: int) -> Iterator[Op]:
+        fetches = self.weights.fetch_after(done) + self.grads.fetch_after(done)
+        yield from (op for _, op in sorted(fetches, key=lambda fetch: fetch[0]))
+
+    def _embed(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
+        for m in visit.micro_batches:
+            writes = (Place("act", 0, m), Place("call", "", m))
+            yield Op(Kind.EMBED, segment.name, m, Lane.COMPUTE, (self.weights[segment.name],), writes)
+
+    def _forward(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
+        block = visit.index - 1
+        keep = segment.activations == "keep" and visit.index >= self.lowest
+        for m in visit.micro_batches:
+            reads = (self.weights[segment.name], Place("act", block, m), Place("call", "", m))
+            kept = (Place("kept", block, m),) if keep else ()
+            yield Op(Kind.FORWARD, segment.name, m, Lane.COMPUTE, reads, (Place("act", block + 1, m), *kept))
+
+    def _head(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
+        tied_weights = (self.weights[self.embed.name],) if self.plan.tied else ()
+        sums = (*self.grads[visit], *self.tied_grad)
+        if visit.first_round:
+            yield from (self._zero(segment, place) for place in self.grads[visit])
+            yield from (self._zero(self.embed, place) for place in self.tied_grad)
+        for m in visit.micro_batches:
+            reads = (self.weights[segment.name], *tied_weights, Place("act", visit.index - 1, m))
+            loss = Place("loss", "", m)
+            if self.train:
+                writes = (Place("dact", "", m), loss, *sums)
+                yield Op(Kind.HEAD, segment.name, m, Lane.COMPUTE, (*reads, *sums), writes)
+            else:
+                yield Op(Kind.LOSS, segment.name, m, Lane.COMPUTE, reads, (loss,))
+        yield from self._finish(visit, segment)
+
+    def _backward(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
+        block, grad = visit.index - 1, self.grads[visit]
+        if visit.first_round:
+            yield from (self._zero(segment, place) for place in grad)
+        for m in visit.micro_batches:
+            dact, call = Place("dact", "", m), Place("call", "", m)
+            kept = (Place("kept", block, m),) if segment.activations == "keep" else ()
+            reads = (self.weights[segment.name], Place("act", block, m), call, dact, *grad, *kept)
+            yield Op(Kind.BACKWARD, segment.name, m, Lane.COMPUTE, reads, (dact, *grad))
+        yield from self._finish(visit, segment)
+
+    def _embed_backward(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
+        grad = self.grads[visit]
+        if visit.first_round:
+            yield from (self._zero(segment, place) for place in grad)
+        for m in visit.micro_batches:
+            reads = (self.weights[segment.name], Place("dact", "", m), *grad)
+            yield Op(Kind.EMBED_BACKWARD, segment.name, m, Lane.COMPUTE, reads, grad)
+        if visit.last_round and self.tied_grad:
+            yield Op(Kind.MERGE, segment.name, None, Lane.COMPUTE, (TIED_GRAD, *grad), grad)
+        yield from self._finish(visit, segment)
+
+    def _zero(self, segment: SegmentPlan, place: Place) -> Op:
+        return Op(Kind.ZERO, segment.name, None, Lane.COMPUTE, (), (place,))
+
+    def _finish(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
+        """After the last micro-batch of a visit: the norm of a complete gradient, and its way home."""
+        for grad in self.grads[visit]:
+            if visit.last_round:
+                yield Op(Kind.NORM, segment.name, None, Lane.COMPUTE, (grad,), (Place("norm", segment.name),))
+            if segment.grads == "pool" or (visit.last_round and segment.state == "ram"):
+                yield Op(Kind.DRAIN, segment.name, None, Lane.D2H, (grad,), (Place("ram.grad", segment.name),))

@@ -1,0 +1,125 @@
+"""Slots: which weights and gradients sit where during the visits of a program, and when the next ones are fetched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from megatrain.schedule.ops import Kind, Lane, Op, Place
+from megatrain.schedule.plan import Plan, SegmentPlan
+
+_NEVER = 1 << 62
+
+
+VisitKind = Literal["embed", "forward", "head", "backward", "embed_backward"]
+
+
+class Visit(NamedTuple):
+    """All micro-batches of a round at one segment, in one direction: what uses a slot without a break."""
+
+    number: int  # in the order of the program
+    kind: VisitKind
+    index: int  # of the segment, in plan.segments
+    micro_batches: range
+    first_round: bool
+    last_round: bool
+
+
+class WeightSlots:
+    """Fetches weights in visit order, as early as slots allow, into the slot whose next use is farthest (Belady)."""
+
+    def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
+        self._wanted = [[plan.segments[i] for i in _weights_of(plan, visit)] for visit in visits]
+        self._uses: dict[str, deque[int]] = {}
+        for number, wanted in enumerate(self._wanted):
+            for segment in wanted:
+                self._uses.setdefault(segment.name, deque()).append(number)
+        self._place = {s.name: Place("w", s.name) for s in plan.segments if s.state == "hbm"}
+        self._held: list[str | None] = [None] * plan.weight_slots
+        self._ahead = 0  # weights of visits before this one are in place or on their way
+
+    def __getitem__(self, segment: str) -> Place:
+        """Where the weights of a segment that the visit in progress uses are."""
+        return self._place[segment]
+
+    def fetch_after(self, done: int) -> list[tuple[int, Op]]:
+        """FETCHes that may start once visit `done` has been listed, each with the visit it is for."""
+        fetches: list[tuple[int, Op]] = []
+        while self._ahead < len(self._wanted):
+            for segment in self._wanted[self._ahead]:
+                if segment.name in self._place:
+                    continue
+                place = self._free_place(segment, done)
+                if place is None:
+                    return fetches
+                self._place[segment.name] = place
+                home = Place("ram.w", segment.name)
+                fetches.append((self._ahead, Op(Kind.FETCH, segment.name, None, Lane.H2D, (home,), (place,))))
+            self._ahead += 1
+        return fetches
+
+    def _free_place(self, segment: SegmentPlan, done: int) -> Place | None:
+        if segment.weights == "own":
+            return Place("w", segment.name)
+        next_uses = [self._next_use(name, done) for name in self._held]
+        farthest = max(next_uses)
+        if farthest <= self._ahead:
+            return None  # every slot is needed before the visit this fetch is for
+        slot = next_uses.index(farthest)
+        evicted = self._held[slot]
+        if evicted is not None:
+            del self._place[evicted]
+        self._held[slot] = segment.name
+        return Place("w", slot)
+
+    def _next_use(self, name: str | None, done: int) -> int:
+        if name is None:
+            return _NEVER + 1
+        uses = self._uses[name]
+        while uses and uses[0] <= done:
+            uses.popleft()
+        return uses[0] if uses else _NEVER
+
+
+def _weights_of(plan: Plan, visit: Visit) -> tuple[int, ...]:
+    return (visit.index, 0) if visit.kind == "head" and plan.tied else (visit.index,)
+
+
+class GradSlots:
+    """Gives each backward visit the next shared slot in turn; from round 2 on, fetches the sum so far into it."""
+
+    def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
+        self._place: dict[int, Place] = {}
+        self._fetches: deque[tuple[int, int, Op]] = deque()  # (visit, may start after this visit, op)
+        users: list[int] = []
+        last_visit: dict[str, int] = {}
+        for visit in visits:
+            number = visit.number
+            segment = plan.segments[visit.index]
+            if not segment.trainable:
+                continue
+            if segment.grads == "own":
+                self._place[number] = Place("g", segment.name)
+            elif visit.kind == "backward":
+                slot = len(users) % plan.grad_slots
+                slot_free = users[-plan.grad_slots] if len(users) >= plan.grad_slots else -1
+                self._place[number] = Place("g", slot)
+                if not visit.first_round:
+                    home = Place("ram.grad", segment.name)
+                    op = Op(Kind.FETCH_GRAD, segment.name, None, Lane.H2D, (home,), (self._place[number],))
+                    self._fetches.append((number, max(slot_free, last_visit[segment.name]), op))
+                users.append(number)
+                last_visit[segment.name] = number
+
+    def __getitem__(self, visit: Visit) -> tuple[Place, ...]:
+        """The gradient slot of a visit's segment: one place, or none if the segment is frozen."""
+        return (self._place[visit.number],) if visit.number in self._place else ()
+
+    def fetch_after(self, done: int) -> list[tuple[int, Op]]:
+        """FETCH_GRADs that may start once visit `done` has been listed, each with the visit it is for."""
+        fetches: list[tuple[int, Op]] = []
+        while self._fetches and self._fetches[0][1] <= done:
+            visit, _, op = self._fetches.popleft()
+            fetches.append((visit, op))
+        return fetches

@@ -1,0 +1,69 @@
+"""Waits: from reads and writes alone, the fewest cross-lane waits that keep the order the ops are listed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatrain.schedule.ops import Lane, Op, Place, Schedule
+
+_LANES = {lane: number for number, lane in enumerate(Lane)}
+
+
+class _Hazards:
+    """Per place: its last write, and the last read since then on each lane, as indices of ops."""
+
+    def __init__(self) -> None:
+        self._write: dict[Place, int] = {}
+        self._reads: dict[Place, dict[Lane, int]] = {}
+
+    def before(self, op: Op) -> Iterator[int]:
+        """Ops that must be done before `op`: writers of what it reads, writers and readers of what it writes."""
+        for place in op.reads:
+            if place in self._write:
+                yield self._write[place]
+        for place in op.writes:
+            if place in self._write:
+                yield self._write[place]
+            yield from self._reads.get(place, {}).values()
+
+    def add(self, index: int, op: Op) -> None:
+        for place in op.reads:
+            self._reads.setdefault(place, {})[op.lane] = index
+        for place in op.writes:
+            self._write[place] = index
+            self._reads.pop(place, None)
+
+
+def with_waits(ops: Sequence[Op]) -> Schedule:
+    """`ops` with waits, and with tokens on those that are waited for. Any order of lanes then acts like the list.
+
+    A wait is left out if the lane's own order or another wait implies it, so every wait that remains is needed.
+    """
+    hazards = _Hazards()
+    position: list[int] = []  # position[i]: op i is the position[i]-th of its lane, counted from 1
+    clocks: list[list[int]] = []  # clocks[i][lane]: how many ops of each lane are done once op i is done
+    lane_clock = [[0] * len(_LANES) for _ in _LANES]
+    waits: list[tuple[int, ...]] = []
+    for index, op in enumerate(ops):
+        own = _LANES[op.lane]
+        clock = lane_clock[own].copy()
+        chosen = []
+        # Latest first: an op can only be implied by a later one, so what is chosen is never implied afterwards.
+        for before in sorted(set(hazards.before(op)), reverse=True):
+            lane = _LANES[ops[before].lane]
+            if lane == own or clock[lane] >= position[before]:
+                continue
+            chosen.append(before)
+            clock = [max(pair) for pair in zip(clock, clocks[before], strict=True)]
+        clock[own] += 1
+        position.append(clock[own])
+        clocks.append(clock)
+        lane_clock[own] = clock
+        waits.append(tuple(reversed(chosen)))
+        hazards.add(index, op)
+    tokens = {before: f"{ops[before].kind[0].lower()}{before}" for chosen_ in waits for before in chosen_}
+    return tuple(
+        replace(op, waits=tuple(tokens[before] for before in waits[index]), records=tokens.get(index))
+        for index, op in enumerate(ops)
+    )
