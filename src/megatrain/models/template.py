@@ -1,0 +1,159 @@
+"""ModelTemplate: a model's own code, run piece by piece over weights that are lent to it.
+
+Legend: T tokens of a micro-batch, C tokens of a chunk, D hidden size, V vocabulary.
+Every hidden state has the shape (1, T, D): one row, documents packed end to end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megatrain.errors import ModelError
+from megatrain.models.batch import TokenBatch
+from megatrain.models.meta import meta_model
+from megatrain.models.recorders import GivenBackbone, LayerCall, LayerCalls, Recorder, Tape
+from megatrain.models.spec import ModelSpec, SegmentSpec
+from megatrain.models.spec_of import spec_of_model
+
+Weights = Mapping[str, Tensor]  # TensorSpec.local -> view of a slot; a tied HEAD also gets "lm_head.weight"
+OUTPUT_WEIGHT = "lm_head.weight"
+OPERATOR = "megatrain"  # attention that takes document ids for its mask; see attention.py
+DEFAULT_ATTENTION = "sdpa"
+
+BlockCall = Callable[[nn.Module, dict[str, Tensor], Tensor, LayerCall], Tensor]
+
+
+def _call_block(layer: nn.Module, w: dict[str, Tensor], h: Tensor, call: LayerCall) -> Tensor:
+    return functional_call(layer, w, (h, *call.args), call.kwargs)
+
+
+class ModelTemplate:
+    """The modules of a model on the meta device, with real buffers on `device`. Holds no weights, keeps no state.
+
+    `embed`, `tail` and `logits` are differentiable in the weights that require grad; so is `apply_block`. `block` is
+    the forward pass of a layer for its value alone. Not thread-safe: one lane calls it.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        *,
+        freeze: Sequence[str] = (),
+        allow_unproven: bool = False,
+        attn_implementation: str = DEFAULT_ATTENTION,
+    ) -> None:
+        model, family = meta_model(config, compute_dtype, attn_implementation, allow_unproven)
+        self.spec: ModelSpec = spec_of_model(model, family, freeze)
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self.attn_implementation = attn_implementation
+        _move_buffers(model, device)
+        backbone = model.get_submodule(family.backbone)
+        self._layers: tuple[nn.Module, ...] = tuple(backbone.get_submodule(family.layers))
+        backbone.set_submodule(family.layers, nn.ModuleList())
+        self._tape = Tape()
+        self._before = self._with_recorders(copy.deepcopy(backbone), family.layers)
+        for part in family.final:
+            self._before.set_submodule(part, nn.Identity())
+        self._after = self._with_recorders(backbone, family.layers)
+        model.set_submodule(family.backbone, GivenBackbone())
+        self._output: PreTrainedModel = model
+        self._trainable = {s.name: frozenset(t.local for t in s.tensors if t.trainable) for s in self.spec.segments}
+        self.tail_names, self.output_names = self._split_head(model)
+        self._call_block: BlockCall = _call_block
+
+    def _with_recorders(self, backbone: nn.Module, layers_path: str) -> nn.Module:
+        last = len(self._layers) - 1
+        recorders = [Recorder(layer, self._tape, is_last=i == last) for i, layer in enumerate(self._layers)]
+        backbone.set_submodule(layers_path, nn.ModuleList(recorders))
+        return backbone
+
+    def _split_head(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """Local names of HEAD's tensors that `tail` takes, and of those that `logits` takes."""
+        head = frozenset(t.local for t in self.spec.segments[-1].tensors)
+        output = frozenset(name for name, _ in model.named_parameters())
+        return head - output, output
+
+    def trainable(self, segment: SegmentSpec) -> frozenset[str]:
+        """Local names of the tensors of `segment` that get a gradient."""
+        return self._trainable[segment.name]
+
+    def compile_blocks(self) -> None:
+        """Compile the layer call, once per layer class and shape. Changes bits against eager, never between uses.
+
+        FORWARD, recomputation and the kept forward all run the graph that autograd needs, with rounding to the compute
+        dtype where eager rounds; otherwise one layer would have two graphs with different results.
+        """
+        torch._inductor.config.emulate_precision_casts = True
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        self._call_block = torch.compile(_call_block, dynamic=False)
+
+    def embed(self, w: Weights, batch: TokenBatch) -> tuple[Tensor, LayerCalls]:
+        """(h_1TD before the first layer, what each layer is to be called with). `w`: EMBED's."""
+        self._tape.calls.clear()
+        mask = batch.document_ids_T.view(1, 1, 1, -1) if self.attn_implementation == OPERATOR else None
+        inputs = {
+            "input_ids": batch.input_ids_T.unsqueeze(0),
+            "position_ids": batch.position_ids_T.unsqueeze(0),
+            "attention_mask": mask,
+            "use_cache": False,
+        }
+        h_1TD = functional_call(self._before, dict(w), (), inputs).last_hidden_state
+        calls = tuple(self._tape.calls)
+        self._tape.calls.clear()
+        assert len(calls) == len(self._layers), f"{len(calls)} layer calls for {len(self._layers)} layers"
+        return h_1TD, calls
+
+    def apply_block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> Tensor:
+        """Block `index`'s output, differentiable in `h` and in the `w` that require grad."""
+        layer = self._layers[index]
+        out = self._call_block(layer, dict(w), h, calls[index])
+        if not isinstance(out, Tensor):
+            raise ModelError(f"{type(layer).__name__} returns a {type(out).__name__} instead of one hidden state")
+        return out
+
+    def block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> Tensor:
+        """Block `index`'s output. Runs the same graph as the backward pass will, and drops it."""
+        names = self.trainable(self.spec.blocks[index])
+        with torch.enable_grad():
+            return self.apply_block(index, leaves_of(w, names), h.detach().requires_grad_(), calls).detach()
+
+    def tail(self, w: Weights, h: Tensor) -> Tensor:
+        """What the backbone does after its last layer (the final norm). `w`: HEAD's."""
+        one_token = {
+            "inputs_embeds": torch.zeros(1, 1, self.spec.hidden_size, dtype=h.dtype, device=h.device),
+            "position_ids": torch.zeros(1, 1, dtype=torch.int64, device=h.device),
+            "attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=h.device),
+            "use_cache": False,
+        }
+        self._tape.answer = h
+        try:
+            weights = {name: w[name] for name in self.tail_names}
+            return functional_call(self._after, weights, (), one_token).last_hidden_state
+        finally:
+            self._tape.answer = None
+            self._tape.calls.clear()
+
+    def logits(self, w: Weights, h_chunk: Tensor) -> Tensor:
+        """logits_1CV of h_chunk_1CD, a piece of the tail's result: the output matrix, logit scale and soft-cap."""
+        weights = {name: w[name] for name in self.output_names}
+        return functional_call(self._output, weights, (), {"inputs_embeds": h_chunk, "use_cache": False}).logits
+
+
+def leaves_of(w: Weights, trainable: frozenset[str]) -> dict[str, Tensor]:
+    """The views as autograd leaves; only those named in `trainable` require grad."""
+    return {name: view.detach().requires_grad_(name in trainable) for name, view in w.items()}
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
