@@ -7,24 +7,36 @@ Must never:     know a device, a size or a duration; import torch.
 """
 
 from megatrain.schedule.build import build, rounds
+from megatrain.schedule.check import Run, ScheduleError, check
+from megatrain.schedule.liveness import dead_after, peak
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
-from megatrain.schedule.text import parse, to_text
+from megatrain.schedule.simulate import DeadlockError, Simulation, simulate
+from megatrain.schedule.text import ScheduleTextError, parse, to_text
 
 __all__ = [
     "CELL",
     "TIED_GRAD",
+    "DeadlockError",
     "Kind",
     "Lane",
     "Op",
     "Place",
     "Plan",
     "Program",
+    "Run",
     "Schedule",
+    "ScheduleError",
+    "ScheduleTextError",
     "SegmentPlan",
+    "Simulation",
     "build",
+    "check",
+    "dead_after",
     "parse",
+    "peak",
     "rounds",
+    "simulate",
     "to_text",
     "validate",
 ]

@@ -1,0 +1,308 @@
+"""Meaning: what every op of a program must find in the places it reads, and what it leaves in those it writes.
+
+Derived from kind, segment, micro-batch and step alone, without the builder: the checker's half of the words in ops.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program
+from megatrain.schedule.plan import Plan, SegmentPlan
+
+
+class Content(NamedTuple):
+    """What a place holds. Two contents are equal exactly if the bits must be.
+
+    `when`: for weights, state and files the number of steps settled (applied, or skipped by the cell); for gradients,
+    norms and the cell the step; for everything else the program that made it. `count`: micro-batches summed so far,
+    always 0 … count-1 in order.
+    """
+
+    what: str
+    of: str | int = ""
+    micro_batch: int | None = None
+    when: int = 0
+    count: int | None = None
+
+    def __str__(self) -> str:
+        of = f" of {self.of}" if self.of != "" else ""
+        micro_batch = f" m{self.micro_batch}" if self.micro_batch is not None else ""
+        if self.what in ("weights", "state", "file"):
+            return f"{self.what}{of} after step {self.when}"
+        if self.count is not None:
+            return f"{self.what}{of}, step {self.when}, sum of {self.count} micro-batches"
+        return f"{self.what}{of}{micro_batch}, {'step' if self.what in ('norm', 'cell') else 'program'} {self.when}"
+
+
+class Fault(Exception):
+    """An op that means nothing in this program; caught by the checker, which adds the place."""
+
+
+Wanted = tuple[Collection[Place], Content]  # a content, and the places where it may be
+
+
+class Need(NamedTuple):
+    """What an op reads and writes, in the order of its places."""
+
+    reads: list[Wanted]
+    writes: list[Wanted]
+
+
+class Now(NamedTuple):
+    """Where in the sequence of programs we are. Programs and steps count from 1; a step is a "train" program."""
+
+    program: Program
+    number: int  # of this program
+    num_micro_batches: int
+    step: int  # the step that this program computes, or the last one that was
+    settled: int  # steps whose UPDATEs are done once this program's are
+    settled_micro_batches: int  # of step `settled`
+
+
+_EVERYWHERE = {Kind.UPDATE}
+_THROUGH = {Kind.FETCH, Kind.EMBED, Kind.FORWARD} | _EVERYWHERE
+_ALLOWED: dict[Program, set[Kind]] = {
+    "train": set(Kind) - {Kind.LOSS, Kind.SAVE},
+    "eval": _THROUGH | {Kind.LOSS},
+    "flush": _EVERYWHERE,
+    "save": _EVERYWHERE | {Kind.SAVE},
+}
+_SEGMENT_KIND = {
+    Kind.EMBED: "embed",
+    Kind.FORWARD: "block",
+    Kind.HEAD: "head",
+    Kind.LOSS: "head",
+    Kind.BACKWARD: "block",
+    Kind.EMBED_BACKWARD: "embed",
+    Kind.MERGE: "embed",
+}
+_LANE = {Kind.FETCH: Lane.H2D, Kind.FETCH_GRAD: Lane.H2D, Kind.DRAIN: Lane.D2H, Kind.SAVE: Lane.DISK}
+_OF_TRAINABLE = {Kind.FETCH_GRAD, Kind.ZERO, Kind.EMBED_BACKWARD, Kind.MERGE, Kind.NORM, Kind.DRAIN, Kind.UPDATE}
+
+
+class Meaning:
+    """The needs of the ops of one program."""
+
+    def __init__(self, plan: Plan, now: Now) -> None:
+        self.plan, self.now = plan, now
+        self.number_of = {s.name: i for i, s in enumerate(plan.segments)}
+        self.trainable = [s for s in plan.segments if s.trainable]
+        shared_w = {Place("w", i) for i in range(plan.weight_slots)}
+        shared_g = {Place("g", i) for i in range(plan.grad_slots)}
+        self.weight_places = {s.name: {Place("w", s.name)} if s.weights == "own" else shared_w for s in plan.segments}
+        self.grad_places = {s.name: {Place("g", s.name)} if s.grads == "own" else shared_g for s in plan.segments}
+        self.lowest = min((self.number_of[s.name] for s in self.trainable), default=len(plan.segments))
+        self.has_tied_grad = plan.tied and plan.segments[0].trainable
+        self._of_micro_batch: dict[Kind, Callable[[SegmentPlan, int], Need]] = {
+            Kind.EMBED: self._embed,
+            Kind.FORWARD: self._forward,
+            Kind.HEAD: self._head,
+            Kind.LOSS: self._loss,
+            Kind.BACKWARD: self._backward,
+            Kind.EMBED_BACKWARD: self._embed_backward,
+        }
+        self._of_segment: dict[Kind, Callable[[SegmentPlan], Need]] = {
+            Kind.FETCH: self._fetch,
+            Kind.MERGE: self._merge,
+            Kind.NORM: self._norm,
+            Kind.UPDATE: self._update,
+            Kind.SAVE: self._save,
+        }
+
+    def need(self, op: Op, held: Mapping[Place, Content]) -> Need:
+        """What `op` must read and will write; raises Fault if there is no such op in this program."""
+        if op.kind not in _ALLOWED[self.now.program]:
+            raise Fault(f"{op.kind} has no place in {self.now.program}")
+        if op.kind is Kind.CLIP:
+            return self._clip(op)
+        if op.segment not in self.number_of:
+            raise Fault(f"the plan has no segment {op.segment!r}")
+        segment = self.plan.segments[self.number_of[op.segment]]
+        if segment.kind != _SEGMENT_KIND.get(op.kind, segment.kind):
+            raise Fault(f"{op.kind} is no op of {segment.kind} segments")
+        if op.kind in _OF_TRAINABLE and not segment.trainable:
+            raise Fault(f"{op.segment} is frozen")
+        update_lane = Lane.COMPUTE if segment.state == "hbm" else Lane.HOST
+        lane = update_lane if op.kind is Kind.UPDATE else _LANE.get(op.kind, Lane.COMPUTE)
+        if op.lane is not lane:
+            raise Fault(f"is on lane {op.lane}, belongs on {lane}")
+        if op.kind in self._of_micro_batch:
+            if op.micro_batch is None or op.micro_batch >= self.now.num_micro_batches:
+                raise Fault(f"has micro-batch {op.micro_batch} of {self.now.num_micro_batches}")
+            return self._of_micro_batch[op.kind](segment, op.micro_batch)
+        if op.micro_batch is not None:
+            raise Fault(f"has micro-batch {op.micro_batch}, but {op.kind} is for all of them")
+        if op.kind in self._of_segment:
+            return self._of_segment[op.kind](segment)
+        if op.kind is Kind.ZERO:
+            return self._zero(segment, op.writes)
+        found = held.get(op.reads[0]) if op.reads else None
+        return self._move_grad(op.kind, segment, found)
+
+    def at_end(self) -> dict[Place, Content]:
+        """What places must hold when the program is over."""
+        now = self.now
+        wanted: dict[Place, Content] = {}
+        for segment in self.trainable:
+            state, weights, grad = self.homes(segment)
+            wanted[state] = self.state(segment)
+            wanted[weights] = self.weights(segment)
+            if now.program == "train":
+                wanted[grad] = self._complete(segment, now.step, now.num_micro_batches)
+        if now.program == "train":
+            wanted[CELL] = Content("cell", when=now.step)
+        if now.program in ("train", "eval"):
+            wanted |= {Place("loss", "", m): self._loss_of(m) for m in range(now.num_micro_batches)}
+        if now.program == "save":
+            wanted |= {Place("file", s.name): self._file(s) for s in self.plan.segments}
+        return wanted
+
+    def homes(self, segment: SegmentPlan) -> tuple[Place, Place, Place]:
+        """Where state, weights and gradient of a segment live between programs."""
+        if segment.state == "hbm":
+            return Place("hbm.state", segment.name), Place("w", segment.name), Place("g", segment.name)
+        return Place("ram.state", segment.name), Place("ram.w", segment.name), Place("ram.grad", segment.name)
+
+    # contents ------------------------------------------------------------------------------------------------------
+
+    def weights(self, segment: SegmentPlan, after: int | None = None) -> Content:
+        when = self.now.settled if after is None else after
+        return Content("weights", segment.name, when=when if segment.trainable else 0)
+
+    def state(self, segment: SegmentPlan, after: int | None = None) -> Content:
+        return Content("state", segment.name, when=self.now.settled if after is None else after)
+
+    def _file(self, segment: SegmentPlan) -> Content:
+        return Content("file", segment.name, when=self.now.settled if segment.trainable else 0)
+
+    def _flow(self, what: str, of: str | int, m: int) -> Content:
+        return Content(what, of, m, self.now.number)
+
+    def _loss_of(self, m: int) -> Content:
+        return self._flow("loss", "", m)
+
+    def _sum(self, of: str, count: int) -> Content:
+        return Content("gradient", of, when=self.now.step, count=count)
+
+    def _complete(self, segment: SegmentPlan, step: int, num_micro_batches: int) -> Content:
+        merged = self.has_tied_grad and segment.kind == "embed"
+        return Content("merged gradient" if merged else "gradient", segment.name, None, step, num_micro_batches)
+
+    # needs: contents with the places where they may be ---------------------------------------------------------------
+
+    def _weights_in_slot(self, segment: SegmentPlan) -> Wanted:
+        return self.weight_places[segment.name], self.weights(segment)
+
+    def _flow_in_place(self, what: str, of: str | int, m: int) -> Wanted:
+        place = Place(what, of, m) if what in ("act", "kept") else Place(what, "", m)
+        return (place,), self._flow(what, of, m)
+
+    def _sum_in_slot(self, segment: SegmentPlan, count: int) -> list[Wanted]:
+        return [(self.grad_places[segment.name], self._sum(segment.name, count))] if segment.trainable else []
+
+    def _tied_sum(self, count: int) -> list[Wanted]:
+        return [((TIED_GRAD,), self._sum("tied.grad", count))] if self.has_tied_grad else []
+
+    def _fetch(self, segment: SegmentPlan) -> Need:
+        if segment.state == "hbm":
+            raise Fault(f"the weights of {segment.name} never leave HBM")
+        return Need([((Place("ram.w", segment.name),), self.weights(segment))], [self._weights_in_slot(segment)])
+
+    def _move_grad(self, kind: Kind, segment: SegmentPlan, found: Content | None) -> Need:
+        """FETCH_GRAD and DRAIN carry a sum however far it is: what counts is whose it is, and BACKWARD counts on."""
+        if segment.state == "hbm":
+            raise Fault(f"the gradient of {segment.name} never leaves HBM")
+        if segment.grads == "own":
+            content = self._complete(segment, self.now.step, self.now.num_micro_batches)
+        else:
+            content = self._sum(segment.name, found.count if found is not None and found.count else 1)
+        home = ((Place("ram.grad", segment.name),), content)
+        slot = (self.grad_places[segment.name], content)
+        return Need([home], [slot]) if kind is Kind.FETCH_GRAD else Need([slot], [home])
+
+    def _zero(self, segment: SegmentPlan, writes: tuple[Place, ...]) -> Need:
+        if writes == (TIED_GRAD,) and segment.kind == "embed":
+            return Need([], self._tied_sum(0))
+        return Need([], self._sum_in_slot(segment, 0))
+
+    def _embed(self, segment: SegmentPlan, m: int) -> Need:
+        writes = [self._flow_in_place("act", 0, m), self._flow_in_place("call", "", m)]
+        return Need([self._weights_in_slot(segment)], writes)
+
+    def _inputs(self, segment: SegmentPlan, m: int) -> list[Wanted]:
+        block = self.number_of[segment.name] - 1
+        flow = [self._flow_in_place("act", block, m), self._flow_in_place("call", "", m)]
+        return [self._weights_in_slot(segment), *flow]
+
+    def _kept(self, segment: SegmentPlan, m: int) -> list[Wanted]:
+        number = self.number_of[segment.name]
+        keep = segment.activations == "keep" and self.now.program == "train" and number >= self.lowest
+        return [self._flow_in_place("kept", number - 1, m)] if keep else []
+
+    def _forward(self, segment: SegmentPlan, m: int) -> Need:
+        output = self._flow_in_place("act", self.number_of[segment.name], m)
+        return Need(self._inputs(segment, m), [output, *self._kept(segment, m)])
+
+    def _loss(self, segment: SegmentPlan, m: int) -> Need:
+        tied = [self._weights_in_slot(self.plan.segments[0])] if self.plan.tied else []
+        hidden = self._flow_in_place("act", self.number_of[segment.name] - 1, m)
+        return Need([self._weights_in_slot(segment), *tied, hidden], [((Place("loss", "", m),), self._loss_of(m))])
+
+    def _head(self, segment: SegmentPlan, m: int) -> Need:
+        reads, loss = self._loss(segment, m)
+        dact = self._flow_in_place("dact", self.number_of[segment.name] - 1, m)
+        before = self._sum_in_slot(segment, m) + self._tied_sum(m)
+        after = self._sum_in_slot(segment, m + 1) + self._tied_sum(m + 1)
+        return Need(reads + before, [dact, *loss, *after])
+
+    def _backward(self, segment: SegmentPlan, m: int) -> Need:
+        number = self.number_of[segment.name]
+        if number < self.lowest:
+            raise Fault(f"nothing at or below {segment.name} is trained")
+        reads = [*self._inputs(segment, m), self._flow_in_place("dact", number, m), *self._sum_in_slot(segment, m)]
+        writes = [self._flow_in_place("dact", number - 1, m), *self._sum_in_slot(segment, m + 1)]
+        return Need(reads + self._kept(segment, m), writes)
+
+    def _embed_backward(self, segment: SegmentPlan, m: int) -> Need:
+        reads = [self._weights_in_slot(segment), self._flow_in_place("dact", 0, m), *self._sum_in_slot(segment, m)]
+        return Need(reads, self._sum_in_slot(segment, m + 1))
+
+    def _merge(self, segment: SegmentPlan) -> Need:
+        if not self.has_tied_grad:
+            raise Fault("there is no tied gradient to merge")
+        count = self.now.num_micro_batches
+        merged = (self.grad_places[segment.name], self._complete(segment, self.now.step, count))
+        return Need(self._tied_sum(count) + self._sum_in_slot(segment, count), [merged])
+
+    def _norm(self, segment: SegmentPlan) -> Need:
+        complete = self._complete(segment, self.now.step, self.now.num_micro_batches)
+        return Need([(self.grad_places[segment.name], complete)], [self._norm_of(segment)])
+
+    def _norm_of(self, segment: SegmentPlan) -> Wanted:
+        return (Place("norm", segment.name),), Content("norm", segment.name, when=self.now.step)
+
+    def _clip(self, op: Op) -> Need:
+        if op.lane is not Lane.HOST or op.segment or op.micro_batch is not None:
+            raise Fault("CLIP is one op on the host lane, of no segment and no micro-batch")
+        losses = [((Place("loss", "", m),), self._loss_of(m)) for m in range(self.now.num_micro_batches)]
+        return Need([*map(self._norm_of, self.trainable), *losses], [((CELL,), Content("cell", when=self.now.step))])
+
+    def _update(self, segment: SegmentPlan) -> Need:
+        settled = self.now.settled
+        state, weights, grad = self.homes(segment)
+        reads = [
+            ((grad,), self._complete(segment, settled, self.now.settled_micro_batches)),
+            ((CELL,), Content("cell", when=settled)),
+            ((state,), self.state(segment, settled - 1)),
+            ((weights,), self.weights(segment, settled - 1)),
+        ]
+        return Need(reads, [((state,), self.state(segment)), ((weights,), self.weights(segment))])
+
+    def _save(self, segment: SegmentPlan) -> Need:
+        state, weights, _ = self.homes(segment)
+        reads = [((weights,), self.weights(segment))]
+        if segment.trainable:
+            reads.append(((state,), self.state(segment)))
+        return Need(reads, [((Place("file", segment.name),), self._file(segment))])
