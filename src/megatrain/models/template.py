@@ -15,6 +15,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.models import attention
 from megatrain.models.batch import TokenBatch
 from megatrain.models.meta import meta_model
 from megatrain.models.recorders import GivenBackbone, LayerCall, LayerCalls, Recorder, Tape
@@ -23,8 +24,7 @@ from megatrain.models.spec_of import spec_of_model
 
 Weights = Mapping[str, Tensor]  # TensorSpec.local -> view of a slot; a tied HEAD also gets "lm_head.weight"
 OUTPUT_WEIGHT = "lm_head.weight"
-OPERATOR = "megatrain"  # attention that takes document ids for its mask; see attention.py
-DEFAULT_ATTENTION = "sdpa"
+DEFAULT_ATTENTION = attention.NAME
 
 BlockCall = Callable[[nn.Module, dict[str, Tensor], Tensor, LayerCall], Tensor]
 
@@ -54,7 +54,7 @@ class ModelTemplate:
         self.spec: ModelSpec = spec_of_model(model, family, freeze)
         self.device = device
         self.compute_dtype = compute_dtype
-        self.attn_implementation = attn_implementation
+        self._takes_document_ids = attn_implementation in (attention.NAME, attention.NAME_FAST)
         _move_buffers(model, device)
         backbone = model.get_submodule(family.backbone)
         self._layers: tuple[nn.Module, ...] = tuple(backbone.get_submodule(family.layers))
@@ -99,7 +99,7 @@ class ModelTemplate:
     def embed(self, w: Weights, batch: TokenBatch) -> tuple[Tensor, LayerCalls]:
         """(h_1TD before the first layer, what each layer is to be called with). `w`: EMBED's."""
         self._tape.calls.clear()
-        mask = batch.document_ids_T.view(1, 1, 1, -1) if self.attn_implementation == OPERATOR else None
+        mask = batch.document_ids_T.view(1, 1, 1, -1) if self._takes_document_ids else None
         inputs = {
             "input_ids": batch.input_ids_T.unsqueeze(0),
             "position_ids": batch.position_ids_T.unsqueeze(0),
