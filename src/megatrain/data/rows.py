@@ -1,0 +1,234 @@
+"""Files to rows: one object at a time, each with the line it came from; a line that cannot be read is a row too."""
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from megatrain.errors import DataError
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None
+try:
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+except ImportError:
+    pyarrow = None
+
+MAX_LINE_BYTES = 512 << 20      # a longer line is passed over in pieces, never held
+PIECE_BYTES = 1 << 20
+ARROW_BATCH_ROWS = 1024
+KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")     # bookkeeping beside saved Arrow folders
+BLANK = b" \t\r\n"
+
+
+class Row(NamedTuple):
+    """One row of a file. Exactly one of `value` (a JSON object) and `problem` (why it is none) is given."""
+    file: str
+    line: int
+    value: dict[str, Any] | None
+    problem: str | None
+
+
+def list_files(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The data files behind the given paths, in order; a folder stands for its data files sorted by name."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.is_file() and _kind(p) and p.name not in NOT_DATA)
+            if not inside:
+                raise DataError(f"dataset folder {path} holds no data file; accepted are {_accepted()}")
+            files += inside
+        elif path.is_file():
+            if not _kind(path):
+                raise DataError(f"dataset {path} is of no known kind; accepted are {_accepted()}")
+            files.append(path)
+        else:
+            raise DataError(f"dataset {path} does not exist; give the path of a local file or folder "
+                            "(hub ids are not resolved: download the data first)")
+    return tuple(files)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Every row of one file in order, streaming; blank lines of JSONL are no rows."""
+    kind = _kind(path)
+    try:
+        if kind in (".parquet", ".arrow"):
+            yield from _read_arrow(path, kind)
+            return
+        with _open(path) as stream:
+            _refuse_utf16(path, stream)
+            if kind == ".csv":
+                yield from _read_csv(path, stream)
+            elif kind == ".json" and _first_byte(stream) == b"[":
+                yield from _read_array(path, stream)
+            else:
+                yield from _read_lines(path, stream)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"dataset {path} cannot be read ({error}); check that it is complete and readable") from error
+
+
+def _accepted() -> str:
+    return ", ".join(KINDS) + ", the text kinds also as .gz or .zst"
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = [s.lower() for s in path.suffixes]
+    packed = bool(suffixes) and suffixes[-1] in (".gz", ".zst")
+    kind = suffixes[-2] if packed and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    if kind not in KINDS or (packed and kind in (".parquet", ".arrow")):
+        return None
+    return kind
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """A buffered byte stream with `peek`, decompressed, with a UTF-8 byte order mark taken off."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        raw: BinaryIO = gzip.open(path, "rb")
+    elif suffix == ".zst":
+        if zstandard is None:
+            raise DataError(f"dataset {path} is zstd-compressed; install the extra: pip install 'megatrain[data]'")
+        raw = zstandard.open(path, "rb")
+    else:
+        raw = open(path, "rb", buffering=0)
+    stream = io.BufferedReader(raw, PIECE_BYTES)
+    if stream.peek(3)[:3] == b"\xef\xbb\xbf":
+        stream.read(3)
+    return stream
+
+
+def _refuse_utf16(path: Path, stream: io.BufferedReader) -> None:
+    if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"dataset {path} is UTF-16 text; convert it to UTF-8")
+
+
+def _first_byte(stream: io.BufferedReader) -> bytes:
+    """The first byte that is no blank; blanks before it are consumed."""
+    while (head := stream.peek(1)[:1]) and head in BLANK:
+        stream.read(1)
+    return head
+
+
+def _read_lines(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
+    """JSONL. Only LF ends a line: U+2028 and its kin inside a string are text."""
+    line = 0
+    while raw := stream.readline(MAX_LINE_BYTES + 1):
+        line += 1
+        if len(raw) > MAX_LINE_BYTES:
+            while not raw.endswith(b"\n") and (raw := stream.readline(PIECE_BYTES)):
+                pass
+            yield Row(str(path), line, None, f"line longer than {MAX_LINE_BYTES >> 20} MiB")
+            continue
+        raw = raw.strip(BLANK)
+        if raw:
+            yield _parse(path, line, raw)
+
+
+def _parse(path: Path, line: int, raw: bytes) -> Row:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Row(str(path), line, None, "not UTF-8")
+    except (ValueError, RecursionError):
+        return Row(str(path), line, None, "not JSON")
+    return _object_row(path, line, value)
+
+
+def _object_row(path: Path, line: int, value: Any) -> Row:
+    if not isinstance(value, dict):
+        return Row(str(path), line, None, f"not a JSON object but {type(value).__name__}")
+    return Row(str(path), line, value, None)
+
+
+def _read_array(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
+    """One JSON array of objects; the text is held whole, the objects one at a time."""
+    try:
+        text = stream.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"dataset {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
+    decoder = json.JSONDecoder()
+    at, counted, line = 1, 0, 1
+    while True:
+        at = _skip(text, at, " \t\r\n")
+        if text[at:at + 1] == "]":
+            return
+        line += text.count("\n", counted, at)
+        counted = at
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"dataset {path} line {line}: the JSON array breaks off ({error}); repair it, or use "
+                            "JSONL, where one bad row costs one row") from error
+        yield _object_row(path, line, value)
+        at = _skip(text, at, " \t\r\n")
+        if text[at:at + 1] == ",":
+            at += 1
+        elif text[at:at + 1] != "]":
+            raise DataError(f"dataset {path} line {line}: the JSON array breaks off after this row; repair it, or "
+                            "use JSONL, where one bad row costs one row")
+
+
+def _skip(text: str, at: int, characters: str) -> int:
+    while at < len(text) and text[at] in characters:
+        at += 1
+    return at
+
+
+def _read_csv(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
+    """CSV with a header line; bytes that are not UTF-8 become lone surrogates, which the formats refuse by row."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline=""))
+    header: list[str] | None = None
+    start = 1
+    try:
+        for cells in reader:
+            if header is None:
+                header = cells
+            elif cells and len(cells) != len(header):
+                yield Row(str(path), start, None, f"{len(cells)} cells under a header of {len(header)}")
+            elif cells:
+                yield Row(str(path), start, dict(zip(header, cells)), None)
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"dataset {path} line {start}: not CSV ({error}); repair the line") from error
+
+
+def _read_arrow(path: Path, kind: str) -> Iterator[Row]:
+    if pyarrow is None:
+        raise DataError(f"dataset {path} needs pyarrow; install the extra: pip install 'megatrain[data]'")
+    number = 0
+    try:
+        for batch in _arrow_batches(path, kind):
+            for value in batch.to_pylist():
+                number += 1
+                yield _object_row(path, number, value)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"dataset {path} is not a whole {kind[1:]} file ({error}); write it again") from error
+
+
+def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
+    if kind == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as table:
+            yield from table.iter_batches(batch_size=ARROW_BATCH_ROWS)
+        return
+    with pyarrow.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            source.seek(0)
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            batches = iter(pyarrow.ipc.open_stream(source))
+        for batch in batches:
+            for start in range(0, batch.num_rows, ARROW_BATCH_ROWS):
+                yield batch.slice(start, ARROW_BATCH_ROWS)
