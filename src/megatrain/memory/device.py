@@ -36,7 +36,9 @@ class DeviceArena:
             raise ValueError(f"bytes [{offset_bytes}, {stop_bytes}) are no part of {name}, {size_bytes} bytes long")
         if offset_bytes % dtype.itemsize:
             raise ValueError(f"offset {offset_bytes} is not a multiple of {dtype.itemsize}, the size of {dtype}")
-        return self._bytes[start_bytes + offset_bytes : start_bytes + stop_bytes].view(dtype)
+        # .data: a version counter of its own. Views share their base's, and autograd would take a copy into one slot
+        # for a change of the weights it saved in another.
+        return self._bytes[start_bytes + offset_bytes : start_bytes + stop_bytes].view(dtype).data
 
     def poison(self, name: str) -> None:
         """For tests: fills the piece with 0xFF, a NaN in every floating-point type, so that stale reads show."""

@@ -1,0 +1,234 @@
+"""python -m bench step: seconds of a whole optimizer step, streamed by MegaTrain and plain PyTorch in HBM, in one run.
+
+Random weights, random tokens. Systems:
+  megatrain            this engine under --hbm, placed by the planner or by --place
+  pytorch-hbm          the same layer code, kernels and recompute policy, weights and AdamW state in HBM
+  pytorch-hbm-keep     the same without recompute
+One JSON line a system is appended to bench/results/<machine>.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from bench.baseline import PlainStep
+from bench.presets import PRESETS
+from bench.results import append_result
+from megatrain.engine import Engine, Numerics
+from megatrain.models.batch import TokenBatch
+from megatrain.models.flops import step_flops
+from megatrain.models.layout import layout_of
+from megatrain.models.template import ModelTemplate
+from megatrain.optim import AdamW
+from megatrain.schedule.plan import Plan, SegmentPlan
+from megatrain.store.store import SegmentStore
+
+HYPER = AdamW(learning_rate=1e-5, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the measured steps, and what they peaked at."""
+
+    steps_s: tuple[float, ...]
+    peak_hbm_bytes: int
+    lanes_s: dict[str, float]
+    start_s: float
+
+
+def measure(step: Callable[[], dict[str, float]], warm_s: float, steps: int) -> Timing:
+    """Run `step` for at least `warm_s` seconds (the chip throttles in its first), then time `steps` of it."""
+    started = time.perf_counter()
+    step()
+    start_s = time.perf_counter() - started
+    while time.perf_counter() - started < warm_s + start_s:
+        step()
+    torch.cuda.synchronize()
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    steps_s, lanes = [], {}
+    for _ in range(steps):
+        before = time.perf_counter()
+        lanes = step()
+        torch.cuda.synchronize()
+        steps_s.append(time.perf_counter() - before)
+    return Timing(tuple(steps_s), total_bytes - free_bytes, lanes, start_s)
+
+
+def random_batches(vocab: int, tokens: int, sequence: int, count: int, device: torch.device) -> list[TokenBatch]:
+    """`count` micro-batches of `tokens` random tokens, packed sequences of `sequence`."""
+    generator = np.random.default_rng(0)
+    batches = []
+    for _ in range(count):
+        ids = torch.from_numpy(generator.integers(0, vocab, tokens))
+        positions = torch.arange(tokens) % sequence
+        documents = (torch.arange(tokens) // sequence).to(torch.int32)
+        labels = torch.roll(ids, -1)
+        labels[sequence - 1 :: sequence] = -100
+        batches.append(TokenBatch(*(t.to(device) for t in (ids, positions, documents, labels))))
+    return batches
+
+
+def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: int) -> Plan:
+    """The placement asked for by --resident (segments whose state lives in HBM), --keep and --slots."""
+    resident = set(args.resident.split(",")) - {""}
+    spec = template.spec
+    everything = "all" in resident
+    segments = []
+    for segment in spec.segments:
+        at_home = everything or segment.name in resident
+        own = at_home or segment.kind != "block"
+        segments.append(
+            SegmentPlan(
+                name=segment.name,
+                kind=segment.kind,
+                trainable=True,
+                weights="own" if own else "pool",
+                grads="own" if own else "pool",
+                state="hbm" if at_home else "ram",
+                activations="keep" if args.keep and segment.kind == "block" else "recompute",
+            )
+        )
+    rounds = args.round or micro_batches
+    return Plan(tuple(segments), spec.tied, args.slots, args.grad_slots, rounds)
+
+
+def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch]) -> Timing:
+    """The engine over random weights."""
+    device = torch.device("cuda")
+    template = ModelTemplate(config, device, torch.bfloat16)
+    if not args.eager:
+        template.compile_blocks()
+    plan = make_plan(template, args, len(batches))
+    layouts = [layout_of(segment) for segment in template.spec.segments]
+    before = time.perf_counter()
+    store = SegmentStore(layouts, "bf16", plan, device)
+    randomise(store, device)
+    print(f"store: {time.perf_counter() - before:.1f} s", flush=True)
+    numerics = Numerics(args.micro_batch_tokens, args.loss_chunk, 1.0)
+    engine = Engine(template, store, plan, numerics, device, optimizer_threads=args.threads)
+    supervised = int(sum((b.labels_T != -100).sum().item() for b in batches))
+
+    def step() -> dict[str, float]:
+        return engine.train_step(batches, supervised, HYPER).lanes_s
+
+    timing = measure(step, args.warm, args.steps)
+    if args.trace and engine.trace is not None:
+        engine.trace.write(Path(args.trace))
+    engine.close()
+    store.close()
+    return timing
+
+
+def randomise(store: SegmentStore, device: torch.device) -> None:
+    """Weights N(0, 0.02), norms about 1: drawn on the GPU, 64M at a time."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, layout in store.layouts.items():
+        flat = store.flat(name, "w")
+        for entry in layout.entries:
+            ones = len(entry.tensor.shape) == 1
+            for start in range(entry.offset, entry.stop, 1 << 26):
+                part = flat[start : min(start + (1 << 26), entry.stop)]
+                values = torch.randn(part.numel(), generator=generator, device=device) * 0.02 + ones
+                part.copy_(values.to(part.dtype))
+
+
+def run_plain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch], keep: bool) -> Timing:
+    """The same layers in HBM by plain PyTorch."""
+    plain = PlainStep(config, HYPER, loss_chunk_tokens=args.loss_chunk, keep=keep, compiled=not args.eager)
+    supervised = int(sum((b.labels_T != -100).sum().item() for b in batches))
+
+    def step() -> dict[str, float]:
+        plain.step(batches, supervised)
+        return {}
+
+    return measure(step, args.warm, args.steps)
+
+
+def load_config(args: argparse.Namespace) -> PretrainedConfig:
+    """A preset, or the config.json of a local folder; --layers cuts it."""
+    if args.model in PRESETS:
+        config = AutoConfig.for_model(**PRESETS[args.model])
+    else:
+        config = AutoConfig.from_pretrained(args.model)
+    if args.layers:
+        config.num_hidden_layers = args.layers
+        if getattr(config, "layer_types", None):  # a list one entry a layer, for the families that have it
+            config.layer_types = config.layer_types[: args.layers]
+    return config
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m bench step", description=__doc__)
+    parser.add_argument("--model", default="llama-3-8b", help=f"one of {', '.join(PRESETS)}, or a model folder")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--loss-chunk", type=int, default=2048)
+    parser.add_argument("--hbm-gib", type=float, default=0.0, help="hard cap of the process; 0: none")
+    parser.add_argument("--resident", default="", help="segments with state in HBM: EMBED,HEAD,L000 or all")
+    parser.add_argument("--keep", action="store_true", help="keep activations instead of recomputing them")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--grad-slots", type=int, default=2)
+    parser.add_argument("--round", type=int, default=0, help="micro-batches a round; 0: all")
+    parser.add_argument("--threads", type=int, default=14)
+    parser.add_argument("--systems", default="megatrain,pytorch-hbm")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--warm", type=float, default=30.0)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--out", default="")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure the systems asked for, one after another, and append a line each."""
+    args = parse(argv)
+    config = load_config(args)
+    device = torch.device("cuda")
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    count = args.tokens // args.micro_batch_tokens
+    batches = random_batches(config.vocab_size, args.micro_batch_tokens, args.seq, count, device)
+    flops = step_flops(
+        ModelTemplate(config, torch.device("meta"), torch.bfloat16).spec, [args.seq] * (args.tokens // args.seq)
+    )
+    for system in args.systems.split(","):
+        gc.collect()
+        torch.cuda.empty_cache()
+        capped = system == "megatrain" and args.hbm_gib
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.hbm_gib * 2**30 / total_bytes) if capped else 1.0)
+        if system == "megatrain":
+            timing = run_megatrain(config, args, batches)
+        else:
+            timing = run_plain(config, args, batches, keep=system.endswith("keep"))
+        append_result(row(args, config, system, timing, flops, len(batches)), out=args.out)
+        torch._dynamo.reset()
+
+
+def row(
+    args: argparse.Namespace, config: PretrainedConfig, system: str, timing: Timing, flops: float, count: int
+) -> dict[str, object]:
+    step_s = statistics.median(timing.steps_s)
+    result = {
+        "bench": "step", "system": system, "model": args.model, "layers": config.num_hidden_layers,
+        "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
+        "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None, "resident": args.resident,
+        "activations": "keep" if args.keep or system.endswith("keep") else "recompute",
+        "deterministic": True, "aliased": False,
+        "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),
+        "tokens_per_s": args.tokens / step_s, "model_tflops": flops / step_s / 1e12,
+        "peak_hbm_bytes": timing.peak_hbm_bytes, "lanes": timing.lanes_s, "start_s": timing.start_s,
+    }  # fmt: skip
+    print(json.dumps(result), flush=True)
+    return result

@@ -1,0 +1,165 @@
+"""Engine: the programs of a run. Builds each schedule once, gives it its data, and hands it to the executor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatrain import optim
+from megatrain.engine.chaos import Chaos
+from megatrain.engine.executor import Executor
+from megatrain.engine.handlers import Handlers, Step
+from megatrain.engine.lanes import lane_devices
+from megatrain.engine.places import Places
+from megatrain.engine.rules import HostRule, Rule
+from megatrain.engine.trace import Trace
+from megatrain.models.batch import TokenBatch
+from megatrain.models.template import ModelTemplate
+from megatrain.schedule.build import Program, build
+from megatrain.schedule.ops import Schedule
+from megatrain.schedule.plan import Plan
+from megatrain.store.store import SegmentStore
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Settings that change bits, as the engine needs them (all micro-batches have `micro_batch_tokens`)."""
+
+    micro_batch_tokens: int
+    loss_chunk_tokens: int
+    max_grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave. `loss` is the mean over supervised tokens; `applied` False: nothing changed."""
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    bad_tensor: str | None
+    step_s: float
+    lanes_s: dict[str, float]
+
+
+class Engine:
+    """Trains `template`'s model in `store` as `plan` says.
+
+    The update of a step is pending until the next program (train, evaluate, save) runs it first, layer by layer, or
+    `flush` runs it alone. `applied_steps` counts the updates decided, the pending one included.
+    """
+
+    def __init__(
+        self,
+        template: ModelTemplate,
+        store: SegmentStore,
+        plan: Plan,
+        numerics: Numerics,
+        device: torch.device,
+        *,
+        optimizer_threads: int,
+        chaos: Chaos | None = None,
+    ) -> None:
+        self.plan = plan
+        self.numerics = numerics
+        self.applied_steps = 0
+        self.trace: Trace | None = None
+        self._device = device
+        places = Places(template.spec, plan, store, device, template.compute_dtype, numerics.micro_batch_tokens)
+        host_rule = HostRule(optimizer_threads)
+        self._handlers = Handlers(
+            template, store, places, host_rule, _device_rule(device, host_rule), numerics.loss_chunk_tokens
+        )
+        self._chaos = chaos
+        if chaos is None:
+            self._executor = Executor(lane_devices(device), self._handlers.table)
+        else:
+            self._executor = Executor(chaos.lanes(device), chaos.table(self._handlers.table, places.poison))
+        self._pending = False
+        self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
+
+    def train_step(
+        self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW
+    ) -> StepResult:
+        """Forward, backward and norm of one optimizer step; its update is left pending.
+
+        `num_supervised` is the step's number of supervised tokens, over all micro-batches; it must be positive.
+        """
+        assert num_supervised > 0, "a step without supervised tokens has no loss"
+        started = time.perf_counter()
+        step = Step(
+            micro_batches=[self._place(batch) for batch in micro_batches],
+            inv_denominator=1.0 / num_supervised,
+            hyper=hyper,
+            next_step=self.applied_steps + 1,
+            max_norm=self.numerics.max_grad_norm,
+        )
+        self._run("train", step)
+        cell = self._handlers.cell
+        assert cell is not None
+        applied = cell.scalars is not None
+        self.applied_steps += applied
+        self._pending = True
+        assert self.trace is not None
+        return StepResult(
+            loss=cell.loss_sum / num_supervised,
+            grad_norm=cell.norm,
+            applied=applied,
+            bad_tensor=cell.bad_tensor,
+            step_s=time.perf_counter() - started,
+            lanes_s=self.trace.busy_s(),
+        )
+
+    def evaluate(self, micro_batches: Sequence[TokenBatch]) -> float:
+        """Sum of the token losses of `micro_batches`, with every pending update applied first."""
+        step = Step(micro_batches=[self._place(batch) for batch in micro_batches])
+        self._run("eval", step)
+        self._pending = False
+        return sum(loss.item() for _, loss in sorted(step.losses.items()))
+
+    def save(self, write_segment: Callable[[str], None]) -> None:
+        """Apply every pending update and call `write_segment(name)` for each segment as soon as it is final."""
+        self._run("save", Step(write_segment=write_segment))
+        self._pending = False
+
+    def flush(self) -> None:
+        """Apply every pending update."""
+        if self._pending:
+            self._run("flush", Step())
+            self._pending = False
+
+    def close(self) -> None:
+        """Stop the lanes. A pending update is not applied: `flush` first."""
+        self._executor.close()
+
+    def schedule(self, program: Program, num_micro_batches: int) -> Schedule:
+        """The schedule of `program` as it would run now."""
+        key = (program, num_micro_batches, self._pending)
+        if key not in self._schedules:
+            self._schedules[key] = build(self.plan, program, num_micro_batches, self._pending)
+        return self._schedules[key]
+
+    def _run(self, program: Program, step: Step) -> None:
+        self._handlers.step = step
+        schedule = self.schedule(program, len(step.micro_batches))
+        if self._chaos is not None:
+            self._chaos.begin(schedule)
+        self.trace = self._executor.run(schedule)
+
+    def _place(self, batch: TokenBatch) -> TokenBatch:
+        return TokenBatch(*(tensor.to(self._device) for tensor in batch))
+
+
+def token_batch(input_ids: np.ndarray, position_ids: np.ndarray, document_ids: np.ndarray, labels: np.ndarray) -> TokenBatch:
+    """A TokenBatch over numpy arrays, without a copy."""
+    return TokenBatch(*(torch.from_numpy(array) for array in (input_ids, position_ids, document_ids, labels)))
+
+
+def _device_rule(device: torch.device, host_rule: HostRule) -> Rule:
+    if device.type != "cuda":
+        return host_rule
+    raise NotImplementedError

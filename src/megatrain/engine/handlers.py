@@ -1,0 +1,220 @@
+"""Handlers: what each op kind does. Each reads and writes exactly the places its op names.
+
+Legend: T tokens of a micro-batch, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from megatrain import optim
+from megatrain.engine.places import Places
+from megatrain.engine.rules import Rule, trainable_entries
+from megatrain.models.batch import TokenBatch
+from megatrain.models.grad import Kept, block_backward, block_backward_kept, block_keep, embed_backward
+from megatrain.models.loss import head_backward, head_loss
+from megatrain.models.template import LayerCalls, ModelTemplate
+from megatrain.schedule.ops import TIED_GRAD, Kind, Op, Place
+from megatrain.store.store import SegmentStore
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What CLIP decided and UPDATE obeys. `scalars` None: skip, nothing may change."""
+
+    norm: float
+    loss_sum: float
+    scalars: optim.Scalars | None
+    bad_tensor: str | None  # the first tensor, in checkpoint-name order, whose gradient is not finite
+
+
+@dataclass
+class Step:
+    """One program's own data: its micro-batches, and what the ops leave for one another and for the caller."""
+
+    micro_batches: Sequence[TokenBatch] = ()
+    inv_denominator: float = 0.0
+    hyper: optim.AdamW | None = None
+    next_step: int = 1  # the 1-based count of applied updates if this step applies
+    max_norm: float | None = None
+    write_segment: Callable[[str], None] | None = None
+    calls: dict[int, LayerCalls] = field(default_factory=dict)
+    kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor | np.ndarray] = field(default_factory=dict)
+
+
+class Handlers:
+    """The dispatch table and what its entries need. `step` and `cell` are set by the engine before each program."""
+
+    def __init__(
+        self,
+        template: ModelTemplate,
+        store: SegmentStore,
+        places: Places,
+        host_rule: Rule,
+        device_rule: Rule,
+        loss_chunk_tokens: int,
+    ) -> None:
+        self.template = template
+        self.store = store
+        self.places = places
+        self.host_rule = host_rule
+        self.device_rule = device_rule
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.step = Step()
+        self.cell: Cell | None = None
+        self.block_index = {segment.name: i for i, segment in enumerate(template.spec.blocks)}
+        self.table: Mapping[Kind, Callable[[Op], None]] = {
+            Kind.FETCH: self.fetch,
+            Kind.FETCH_GRAD: self.fetch_grad,
+            Kind.ZERO: self.zero,
+            Kind.EMBED: self.embed,
+            Kind.FORWARD: self.forward,
+            Kind.HEAD: self.head,
+            Kind.LOSS: self.loss,
+            Kind.BACKWARD: self.backward,
+            Kind.EMBED_BACKWARD: self.embed_backward,
+            Kind.MERGE: self.merge,
+            Kind.NORM: self.norm,
+            Kind.DRAIN: self.drain,
+            Kind.CLIP: self.clip,
+            Kind.UPDATE: self.update,
+            Kind.SAVE: self.save,
+        }
+
+    # --- travel ------------------------------------------------------------------------------------------------
+    def fetch(self, op: Op) -> None:
+        self.places.flat(op.writes[0], op.segment).copy_(self.store.flat(op.segment, "w"), non_blocking=True)
+
+    def fetch_grad(self, op: Op) -> None:
+        self.places.flat(op.writes[0], op.segment).copy_(self.store.flat(op.segment, "grad"), non_blocking=True)
+
+    def drain(self, op: Op) -> None:
+        self.store.flat(op.segment, "grad").copy_(self.places.flat(op.reads[0], op.segment), non_blocking=True)
+
+    def zero(self, op: Op) -> None:
+        place = op.writes[0]
+        target = self.places.tied_grad() if place == TIED_GRAD else self.places.flat(place, op.segment)
+        target.zero_()
+
+    # --- forward -----------------------------------------------------------------------------------------------
+    def _batch(self, op: Op) -> tuple[int, TokenBatch]:
+        assert op.micro_batch is not None
+        return op.micro_batch, self.step.micro_batches[op.micro_batch]
+
+    def embed(self, op: Op) -> None:
+        m, batch = self._batch(op)
+        h, calls = self.template.embed(self.places.views(op.reads[0], op.segment), batch)
+        self.places.hidden(op.writes[0]).copy_(h)
+        self.step.calls[m] = calls
+
+    def forward(self, op: Op) -> None:
+        m, _ = self._batch(op)
+        weights = self.places.views(op.reads[0], op.segment)
+        index, h, calls = self.block_index[op.segment], self.places.hidden(op.reads[1]), self.step.calls[m]
+        if len(op.writes) == 2:
+            out, self.step.kept[op.segment, m] = block_keep(self.template, index, weights, h, calls)
+        else:
+            out = self.template.block(index, weights, h, calls)
+        self.places.hidden(op.writes[0]).copy_(out.detach())
+
+    def _head(self, op: Op) -> tuple[int, TokenBatch, dict[str, Tensor], Tensor]:
+        m, batch = self._batch(op)
+        weights = self.places.views(op.reads[0], op.segment)
+        if self.places.tied is not None:
+            embedding = self.places.views(op.reads[1], "EMBED")[self.places.tied.tensor.local]
+            weights = weights | {"lm_head.weight": embedding}
+        return m, batch, weights, self.places.hidden(_one(op.reads, "act"))
+
+    def head(self, op: Op) -> None:
+        m, batch, weights, h = self._head(op)
+        grads: dict[str, Tensor] = {}
+        for place in op.writes:
+            if place == TIED_GRAD:
+                grads["lm_head.weight"] = self.places.tied_grad()
+            elif place.pool == "g":
+                grads |= self.places.views(place, op.segment)
+        self.step.losses[m], dh = head_backward(
+            self.template, weights, grads, h, batch.labels_T, self.step.inv_denominator, self.loss_chunk_tokens
+        )
+        self.places.hidden(_one(op.writes, "dact")).copy_(dh)
+
+    def loss(self, op: Op) -> None:
+        m, batch, weights, h = self._head(op)
+        self.step.losses[m] = head_loss(self.template, weights, h, batch.labels_T, self.loss_chunk_tokens)
+
+    # --- backward ----------------------------------------------------------------------------------------------
+    def _grads(self, op: Op) -> dict[str, Tensor]:
+        slots = [place for place in op.writes if place.pool == "g"]
+        return self.places.views(slots[0], op.segment) if slots else {}
+
+    def backward(self, op: Op) -> None:
+        m, _ = self._batch(op)
+        weights, grads = self.places.views(op.reads[0], op.segment), self._grads(op)
+        dh = self.places.hidden(_one(op.writes, "dact"))
+        kept = self.step.kept.pop((op.segment, m), None)
+        if kept is not None:
+            dx = block_backward_kept(kept, weights, grads, dh)
+        else:
+            index, h = self.block_index[op.segment], self.places.hidden(op.reads[1])
+            dx = block_backward(self.template, index, weights, grads, h, self.step.calls[m], dh)
+        dh.copy_(dx)
+
+    def embed_backward(self, op: Op) -> None:
+        _, batch = self._batch(op)
+        dh = self.places.hidden(_one(op.reads, "dact"))
+        embed_backward(self.template, self.places.views(op.reads[0], op.segment), self._grads(op), batch, dh)
+
+    def merge(self, op: Op) -> None:
+        assert self.places.tied is not None
+        self.places.views(op.writes[0], op.segment)[self.places.tied.tensor.local].add_(self.places.tied_grad())
+
+    # --- update ------------------------------------------------------------------------------------------------
+    def norm(self, op: Op) -> None:
+        layout = self.store.layouts[op.segment]
+        self.step.sums[op.segment] = self.device_rule.sums(layout, self.places.flat(op.reads[0], op.segment))
+
+    def clip(self, op: Op) -> None:
+        assert self.step.hyper is not None
+        sums: dict[str, float] = {}
+        for segment, values in self.step.sums.items():
+            entries = trainable_entries(self.store.layouts[segment])
+            sums |= {e.tensor.name: float(x) for e, x in zip(entries, values.tolist(), strict=True)}
+        names = sorted(sums)
+        norm = optim.total_norm([sums[name] for name in names])
+        loss_sum = sum(loss.item() for _, loss in sorted(self.step.losses.items()))
+        finite = bool(np.isfinite(norm) and np.isfinite(loss_sum))
+        scalars = None
+        if finite:
+            coefficient = optim.clip_coefficient(norm, self.step.max_norm)
+            scalars = optim.scalars(self.step.hyper, self.step.next_step, coefficient)
+        bad = next((name for name in names if not np.isfinite(sums[name])), None)
+        self.cell = Cell(norm, loss_sum, scalars, bad)
+
+    def update(self, op: Op) -> None:
+        assert self.cell is not None
+        if self.cell.scalars is None:
+            return
+        layout, flat = self.store.layouts[op.segment], self.store.flat
+        gradient = op.reads[0]
+        lo = flat(op.segment, "lo") if self.store.precision == "bf16" else None
+        state = (flat(op.segment, "w"), lo, flat(op.segment, "m"), flat(op.segment, "v"))
+        if gradient.pool == "g":
+            self.device_rule.update(layout, *state, self.places.flat(gradient, op.segment), self.cell.scalars)
+        else:
+            self.host_rule.update(layout, *state, flat(op.segment, "grad"), self.cell.scalars)
+
+    def save(self, op: Op) -> None:
+        assert self.step.write_segment is not None
+        self.step.write_segment(op.segment)
+
+
+def _one(places: Sequence[Place], pool: str) -> Place:
+    """The only place of `pool` among `places`."""
+    (place,) = (place for place in places if place.pool == pool)
+    return place

@@ -1,0 +1,104 @@
+"""Lanes: what runs ops in order. A host lane runs them on its thread; a stream lane queues them on a CUDA stream.
+
+A mark is a moment on a lane: a `perf_counter` time on a host lane (what was called has then happened), a CUDA event on
+a stream lane (it will have happened when the event fires).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from megatrain.schedule.ops import Lane
+
+Mark = float | torch.cuda.Event
+
+
+class LaneDevice(Protocol):
+    """Where one lane's ops happen."""
+
+    def context(self) -> AbstractContextManager[object]: ...
+
+    def mark(self) -> Mark: ...
+
+    def wait(self, mark: Mark) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class HostLane:
+    """Ops happen on the lane's own thread; waiting for a stream's mark blocks this thread only."""
+
+    def context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def wait(self, mark: Mark) -> None:
+        if isinstance(mark, torch.cuda.Event):
+            mark.synchronize()
+
+    def drain(self) -> None:
+        return None
+
+
+class StreamLane:
+    """Ops are queued on a CUDA stream; a wait for another stream's mark is queued too and blocks nobody."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def context(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> Mark:
+        # blocking: a host lane that waits for this event must sleep, not spin on a core the optimizer needs
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self.stream)
+        return event
+
+    def wait(self, mark: Mark) -> None:
+        if isinstance(mark, torch.cuda.Event):
+            self.stream.wait_event(mark)
+
+    def drain(self) -> None:
+        self.stream.synchronize()
+
+
+class ChaosLane:
+    """A lane whose ops start late: `delay` is called before each op (tests; seeded by the caller)."""
+
+    def __init__(self, inner: LaneDevice, delay: Callable[[], None]) -> None:
+        self.inner = inner
+        self.delay = delay
+
+    def context(self) -> AbstractContextManager[object]:
+        return self.inner.context()
+
+    def mark(self) -> Mark:
+        self.delay()
+        return self.inner.mark()
+
+    def wait(self, mark: Mark) -> None:
+        self.inner.wait(mark)
+
+    def drain(self) -> None:
+        self.inner.drain()
+
+
+def lane_devices(device: torch.device) -> Mapping[Lane, LaneDevice]:
+    """The lanes of `device`: host threads on the CPU; three CUDA streams and two host threads on a GPU."""
+    if device.type != "cuda":
+        return {lane: HostLane() for lane in Lane}
+    streams = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+    # compute first in line for the SMs; copies use the copy engines either way
+    priority = {Lane.COMPUTE: -1, Lane.H2D: 0, Lane.D2H: 0}
+    return {
+        lane: StreamLane(torch.cuda.Stream(device, priority=priority[lane])) if lane in streams else HostLane()
+        for lane in Lane
+    }

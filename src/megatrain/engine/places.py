@@ -1,0 +1,114 @@
+"""Places: the device memory behind the names that ops read and write.
+
+Legend: T tokens of a micro-batch, D hidden size, M micro-batches of a round, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatrain.memory.device import DeviceArena
+from megatrain.models.layout import Layout
+from megatrain.models.spec import ModelSpec
+from megatrain.schedule.ops import TIED_GRAD, Place
+from megatrain.schedule.plan import Plan
+from megatrain.store.store import SegmentStore
+
+
+def embedding_name(layout: Layout, spec: ModelSpec) -> str:
+    """Checkpoint name of the embedding table in EMBED's layout: the tensor a tied HEAD multiplies by."""
+    for entry in layout.entries:
+        if entry.tensor.shape == (spec.vocab_size, spec.hidden_size):
+            return entry.tensor.name
+    raise AssertionError("EMBED holds no (vocabulary, hidden) tensor")
+
+
+def place_bytes(
+    spec: ModelSpec, plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int, micro_batch_tokens: int
+) -> dict[str, int]:
+    """Name -> bytes of every slot and boundary activation: the table that becomes the device arena."""
+    pool = [s.name for s in plan.blocks if s.weights == "pool"]
+    pool_elements = max((layouts[name].num_elements for name in pool), default=0)
+    pooled_grads = [layouts[s.name].num_trainable for s in plan.blocks if s.grads == "pool" and s.trainable]
+    table = {f"w.{k}": pool_elements * compute_bytes for k in range(plan.weight_slots if pool else 0)}
+    table |= {f"g.{k}": max(pooled_grads) * 4 for k in range(plan.grad_slots if pooled_grads else 0)}
+    for segment in plan.segments:
+        layout = layouts[segment.name]
+        if segment.weights == "own" and segment.state != "hbm":
+            table[f"w.{segment.name}"] = layout.num_elements * compute_bytes
+        if segment.grads == "own" and segment.trainable:
+            table[f"g.{segment.name}"] = layout.num_trainable * 4
+    embed = plan.segments[0]
+    if plan.tied and embed.trainable:
+        table[str(TIED_GRAD)] = layouts[embed.name][embedding_name(layouts[embed.name], spec)].tensor.num_elements * 4
+    boundary_bytes = micro_batch_tokens * spec.hidden_size * compute_bytes
+    for m in range(plan.round_micro_batches):
+        table |= {f"act.{i}.{m}": boundary_bytes for i in range(len(plan.blocks) + 1)}
+        table[f"dact.{m}"] = boundary_bytes
+    return table
+
+
+class Places:
+    """Tensors of the named places, on the compute device. Views are made once and kept: binding costs a dict look-up."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        store: SegmentStore,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        micro_batch_tokens: int,
+    ) -> None:
+        self._store = store
+        self._dtype = compute_dtype
+        self._round_micro_batches = plan.round_micro_batches
+        self._hidden_shape = (1, micro_batch_tokens, spec.hidden_size)
+        self._resident = {s.name for s in plan.segments if s.state == "hbm"}
+        table = place_bytes(spec, plan, store.layouts, compute_dtype.itemsize, micro_batch_tokens)
+        self.arena = DeviceArena(table, device)
+        embed = store.layouts["EMBED"]
+        self.tied = embed[embedding_name(embed, spec)] if plan.tied else None
+        self._views: dict[tuple[Place, str], dict[str, Tensor]] = {}
+
+    def flat(self, place: Place, segment: str) -> Tensor:
+        """The flat weights ("w") or gradient ("g") buffer at `place`, cut to the size of `segment`."""
+        layout = self._store.layouts[segment]
+        if place.pool == "w":
+            if place.key in self._resident:
+                return self._store.flat(segment, "w")
+            return self.arena.view(str(place), layout.num_elements, self._dtype)
+        assert place.pool == "g", place
+        return self.arena.view(str(place), layout.num_trainable, torch.float32)
+
+    def views(self, place: Place, segment: str) -> dict[str, Tensor]:
+        """Local name -> view of `segment`'s tensors at `place`."""
+        key = (place, segment)
+        if key not in self._views:
+            self._views[key] = self._store.views(self.flat(place, segment), segment, place.pool == "g")
+        return self._views[key]
+
+    def tied_grad(self) -> Tensor:
+        """The head's gradient sum for a tied embedding, (V, D) fp32."""
+        assert self.tied is not None
+        return self.arena.view(str(TIED_GRAD), self.tied.tensor.num_elements, torch.float32).view(self.tied.tensor.shape)
+
+    def hidden(self, place: Place) -> Tensor:
+        """A boundary activation or its gradient, (1, T, D)."""
+        assert place.micro_batch is not None and place.pool in ("act", "dact"), place
+        count = self._hidden_shape[1] * self._hidden_shape[2]
+        return self.arena.view(self._slot(place), count, self._dtype).view(self._hidden_shape)
+
+    def poison(self, place: Place) -> None:
+        """For tests: fill a slot nobody will read again with NaN. Homes in HBM (state "hbm") are left alone."""
+        if place.key not in self._resident:
+            self.arena.poison(self._slot(place))
+
+    def _slot(self, place: Place) -> str:
+        """The arena's name of `place`: micro-batches of different rounds share their slots."""
+        if place.micro_batch is None:
+            return str(place)
+        return str(place._replace(micro_batch=place.micro_batch % self._round_micro_batches))

@@ -1,0 +1,62 @@
+"""Which form of the optimizer's formulas runs where: numpy/native over host memory, Triton over HBM. Same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain import optim
+from megatrain.models.layout import Entry, Layout
+
+
+class Rule(Protocol):
+    """AdamW over a segment's flat buffers, and the sums of squares of its tensors."""
+
+    def update(
+        self, layout: Layout, w: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, g: Tensor, scalars: optim.Scalars
+    ) -> None:
+        """One AdamW step in place over every span of `layout`. `lo` None: `w` is the fp32 master."""
+
+    def sums(self, layout: Layout, g: Tensor) -> Tensor | np.ndarray:
+        """Sum of squares of each trainable tensor, in layout order, fp64."""
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    """The same memory as numpy sees it; bf16 becomes its bits (uint16)."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def trainable_entries(layout: Layout) -> Sequence[Entry]:
+    """The entries that have a gradient, in layout order."""
+    return [entry for entry in layout.entries if entry.tensor.trainable]
+
+
+class HostRule:
+    """The native core (or numpy) over host memory."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def update(
+        self, layout: Layout, w: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, g: Tensor, scalars: optim.Scalars
+    ) -> None:
+        for span in layout.spans:
+            cut = slice(span.start, span.stop)
+            wn, mn, vn, gn = (_numpy(t[cut]) for t in (w, m, v, g))
+            if lo is None:
+                optim.update_fp32(wn, mn, vn, gn, scalars, decay=span.decay, threads=self.threads)
+            else:
+                optim.update_split(wn, _numpy(lo[cut]), mn, vn, gn, scalars, decay=span.decay, threads=self.threads)
+
+    def sums(self, layout: Layout, g: Tensor) -> np.ndarray:
+        flat = g.numpy()
+        return np.array(
+            [
+                optim.tensor_sum_squares(flat[e.offset : e.stop].reshape(e.tensor.shape), threads=self.threads)
+                for e in trainable_entries(layout)
+            ]
+        )

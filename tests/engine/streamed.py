@@ -1,0 +1,123 @@
+"""Runs tiny models through the engine, for tests that compare the result with the reference or with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from megatrain.engine import Engine, Numerics, StepResult
+from megatrain.engine.chaos import Chaos
+from megatrain.models.batch import TokenBatch
+from megatrain.models.layout import layout_of
+from megatrain.models.spec import ModelSpec
+from megatrain.models.template import ModelTemplate
+from megatrain.optim import AdamW
+from megatrain.schedule.plan import Plan, SegmentPlan
+from megatrain.store.store import SegmentStore
+
+CHUNK_TOKENS = 24  # smaller than a micro-batch, and no divisor of it
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Everything that may not change a bit."""
+
+    weight_slots: int = 2
+    grad_slots: int = 2
+    round_micro_batches: int = 8
+    keep: bool = False
+    resident: frozenset[str] = frozenset()  # segments whose state lives in "hbm"
+    own: frozenset[str] = frozenset()  # blocks with a weight and gradient slot of their own, state in RAM
+    threads: int = 1
+
+
+def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
+    """A plan of `placement` for `spec`."""
+
+    def segment(name: str, kind: str, trainable: bool) -> SegmentPlan:
+        at_home = name in placement.resident
+        own = at_home or kind != "block" or name in placement.own
+        plan = SegmentPlan(name, kind, trainable, activations="keep" if placement.keep and kind == "block" else "recompute")
+        if own:
+            plan = replace(plan, weights="own", grads="own")
+        return replace(plan, state="hbm") if at_home else plan
+
+    segments = tuple(segment(s.name, s.kind, any(t.trainable for t in s.tensors)) for s in spec.segments)
+    return Plan(segments, spec.tied, placement.weight_slots, placement.grad_slots, placement.round_micro_batches)
+
+
+class Streamed:
+    """A tiny model in an engine. `state()` flushes and gives what the reference gives: name -> (master, m, v)."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        masters: Mapping[str, np.ndarray],
+        micro_batch_tokens: int,
+        *,
+        precision: str,
+        placement: Placement = Placement(),
+        max_grad_norm: float | None = 1.0,
+        chaos: Chaos | None = None,
+        device: str = "cpu",
+        freeze: Sequence[str] = (),
+        compiled: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        self.template = ModelTemplate(config, self.device, dtype, freeze=freeze, attn_implementation="megatrain")
+        if compiled:
+            self.template.compile_blocks()
+        spec = self.template.spec
+        plan = make_plan(spec, placement)
+        self.store = SegmentStore([layout_of(s) for s in spec.segments], precision, plan, self.device)
+        for name, layout in self.store.layouts.items():
+            for entry in layout.entries:
+                values = torch.from_numpy(np.array(masters[entry.tensor.name], dtype=np.float32)).flatten()
+                self.store.set_master(name, entry, values)
+        numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm)
+        self.engine = Engine(
+            self.template, self.store, plan, numerics, self.device, optimizer_threads=placement.threads, chaos=chaos
+        )
+
+    def train(self, steps: Sequence[Sequence[TokenBatch]], hypers: Sequence[AdamW]) -> list[StepResult]:
+        """One optimizer step a list of micro-batches."""
+        results = []
+        for micro_batches, hyper in zip(steps, hypers, strict=True):
+            supervised = sum(int((batch.labels_T >= 0).sum()) for batch in micro_batches)
+            results.append(self.engine.train_step(micro_batches, supervised, hyper))
+        return results
+
+    def state(self) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Checkpoint name -> (fp32 master, m, v), every pending update applied."""
+        self.engine.flush()
+        found = {}
+        for name, layout in self.store.layouts.items():
+            for entry in layout.entries:
+                shape, cut = entry.tensor.shape, slice(entry.offset, entry.stop)
+                w = self.store.master(name, entry).numpy().reshape(shape).copy()
+                if entry.tensor.trainable:
+                    m, v = (self.store.flat(name, kind)[cut].cpu().numpy().reshape(shape).copy() for kind in ("m", "v"))
+                else:
+                    m, v = np.zeros_like(w), np.zeros_like(w)
+                found[entry.tensor.name] = (w, m, v)
+        return found
+
+    def close(self) -> None:
+        """Stop the lanes."""
+        self.engine.close()
+
+
+def same_bytes(left: Mapping[str, tuple[np.ndarray, ...]], right: Mapping[str, tuple[np.ndarray, ...]]) -> list[str]:
+    """Names (and w, m or v) of the tensors that differ in any bit; empty means equal."""
+    assert left.keys() == right.keys()
+    return [
+        f"{name}.{kind}"
+        for name in left
+        for kind, a, b in zip("wmv", left[name], right[name], strict=True)
+        if a.tobytes() != b.tobytes()
+    ]

@@ -1,0 +1,117 @@
+"""The executor: order, waits, errors. No model."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatrain.engine.chaos import last_reads
+from megatrain.engine.executor import Executor
+from megatrain.engine.lanes import lane_devices
+from megatrain.schedule.ops import Kind, Lane, Op, Place
+
+W0, G0, ACT = Place("w", 0), Place("g", 0), Place("act", 0, 0)
+
+
+def op(kind: Kind, lane: Lane, waits: tuple[str, ...] = (), records: str | None = None) -> Op:
+    return Op(kind, "L000", None, lane, (), (), waits, records)
+
+
+def run(ops, handlers):
+    executor = Executor(lane_devices(torch.device("cpu")), handlers)
+    try:
+        return executor.run(tuple(ops))
+    finally:
+        executor.close()
+
+
+def test_a_wait_is_kept_across_lanes():
+    seen = []
+
+    def slow(op: Op) -> None:
+        time.sleep(0.05)
+        seen.append("fetched")
+
+    ops = [op(Kind.FETCH, Lane.H2D, records="f1"), op(Kind.FORWARD, Lane.COMPUTE, waits=("f1",))]
+    run(ops, {Kind.FETCH: slow, Kind.FORWARD: lambda op: seen.append("forward")})
+    assert seen == ["fetched", "forward"]
+
+
+def test_a_slow_update_of_a_late_layer_does_not_delay_an_early_forward():
+    update_may_end, forward_done = threading.Event(), threading.Event()
+
+    def update(op: Op) -> None:
+        assert update_may_end.wait(5)
+
+    def forward(op: Op) -> None:
+        forward_done.set()
+        update_may_end.set()  # only a forward that did not wait for the update can let it end
+
+    ops = [op(Kind.UPDATE, Lane.HOST, records="u"), op(Kind.FORWARD, Lane.COMPUTE), op(Kind.FETCH, Lane.H2D, ("u",))]
+    run(ops, {Kind.UPDATE: update, Kind.FORWARD: forward, Kind.FETCH: lambda op: None})
+    assert forward_done.is_set()
+
+
+def test_an_error_on_any_lane_reaches_the_caller_and_nothing_hangs():
+    def broken(op: Op) -> None:
+        raise RuntimeError("lane broke")
+
+    ops = [op(Kind.UPDATE, Lane.HOST, records="u"), op(Kind.FETCH, Lane.H2D, waits=("u",), records="f")]
+    ops.append(op(Kind.FORWARD, Lane.COMPUTE, waits=("f",)))
+    forwards = []
+    started = time.perf_counter()
+    with pytest.raises(RuntimeError, match="lane broke"):
+        run(ops, {Kind.UPDATE: broken, Kind.FETCH: lambda op: None, Kind.FORWARD: forwards.append})
+    assert time.perf_counter() - started < 5
+    assert forwards == []
+
+
+def test_the_executor_serves_again_after_an_error():
+    calls = []
+
+    def fails_once(op: Op) -> None:
+        calls.append(op)
+        if len(calls) == 1:
+            raise RuntimeError("first")
+
+    executor = Executor(lane_devices(torch.device("cpu")), {Kind.FORWARD: fails_once})
+    ops = (op(Kind.FORWARD, Lane.COMPUTE),)
+    with pytest.raises(RuntimeError, match="first"):
+        executor.run(ops)
+    trace = executor.run(ops)
+    executor.close()
+    assert len(calls) == 2
+    assert [row.op for row in trace.rows] == list(ops)
+
+
+def test_trace_counts_busy_seconds_by_lane():
+    trace = run([op(Kind.UPDATE, Lane.HOST)], {Kind.UPDATE: lambda op: time.sleep(0.02)})
+    busy_s = trace.busy_s()
+    assert 0.02 <= busy_s["host"] < 1
+    assert busy_s["compute"] == 0
+
+
+def test_closing_leaves_no_thread():
+    before = set(threading.enumerate())
+    run([op(Kind.FORWARD, Lane.COMPUTE)], {Kind.FORWARD: lambda op: None})
+    assert set(threading.enumerate()) == before
+
+
+def test_last_reads_are_those_before_an_overwrite_or_the_end():
+    fetch = Op(Kind.FETCH, "L000", None, Lane.H2D, (), (W0,))
+    first = Op(Kind.FORWARD, "L000", 0, Lane.COMPUTE, (W0,), ())
+    second = Op(Kind.FORWARD, "L000", 1, Lane.COMPUTE, (W0,), ())
+    again = Op(Kind.FETCH, "L001", None, Lane.H2D, (), (W0,))
+    found = last_reads((fetch, first, second, again))
+    assert found == {id(second): (W0,)}
+
+
+def test_no_last_read_where_readers_run_on_two_lanes_or_an_op_goes_on_adding():
+    norm = Op(Kind.NORM, "L000", None, Lane.COMPUTE, (G0,), ())
+    drain = Op(Kind.DRAIN, "L000", None, Lane.D2H, (G0,), ())
+    zero = Op(Kind.ZERO, "L001", None, Lane.COMPUTE, (), (G0,))
+    add = Op(Kind.BACKWARD, "L001", 0, Lane.COMPUTE, (G0,), (G0,))
+    assert last_reads((norm, drain, zero, add)) == {}

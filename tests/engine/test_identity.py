@@ -1,0 +1,148 @@
+"""The engine equals the plain reference loop, and itself under every placement, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests import reference
+from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
+from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
+
+from megatrain.engine.chaos import Chaos
+from megatrain.models.spec_of import model_spec
+from megatrain.optim import AdamW
+
+TOKENS = 40
+HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(3)]
+PLACEMENTS = {
+    "two slots": Placement(),
+    "four slots, one gradient slot": Placement(weight_slots=4, grad_slots=1),
+    "three rounds": Placement(round_micro_batches=2),
+    "a round a micro-batch": Placement(round_micro_batches=1, weight_slots=3),
+    "kept activations": Placement(keep=True),
+    "kept activations, rounds": Placement(keep=True, round_micro_batches=3),
+    "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
+    "everything at home": Placement(resident=frozenset({"EMBED", "L000", "L001", "L002", "HEAD"})),
+    "own slots": Placement(own=frozenset({"L001"}), round_micro_batches=2),
+    "two threads": Placement(threads=2),
+}
+
+
+def batches(seed: int = 0):
+    """3 steps of 5 micro-batches of 40 tokens, documents of uneven lengths."""
+    lengths = [(17, 23), (40,), (9, 9, 22), (1, 39), (30, 10)]
+    return [[tiny_batch(cut, seed=seed + 10 * step + i) for i, cut in enumerate(lengths)] for step in range(3)]
+
+
+def streamed(family: str, precision: str, placement: Placement = Placement(), chaos: Chaos | None = None):
+    config = tiny_config(family)
+    masters = tiny_masters(model_spec(config))
+    run = Streamed(config, masters, TOKENS, precision=precision, placement=placement, chaos=chaos)
+    try:
+        return run.train(batches(), HYPERS), run.state()
+    finally:
+        run.close()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """(family, precision) -> the reference's result, computed once."""
+    known = {}
+
+    def get(family: str, precision: str) -> reference.Result:
+        if (family, precision) not in known:
+            config = tiny_config(family)
+            known[family, precision] = reference.train(
+                config, tiny_masters(model_spec(config)), batches(), HYPERS, precision=precision, max_grad_norm=1.0,
+                chunk_tokens=CHUNK_TOKENS, attn_implementation="megatrain",
+            )  # fmt: skip
+        return known[family, precision]
+
+    return get
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_equals_the_reference(family, precision, plain):
+    want = plain(family, precision)
+    results, state = streamed(family, precision)
+    assert [r.loss for r in results] == want.losses
+    assert [r.grad_norm for r in results] == want.grad_norms
+    assert all(norm > 1.0 for norm in want.grad_norms), "clipping must be at work, or this proves less"
+    assert same_bytes(state, want.state) == []
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("family", ["smollm2", "gemma3", "qwen2"])
+def test_no_placement_changes_a_bit(family, placement, plain):
+    _, state = streamed(family, "fp32", _fitting(family, PLACEMENTS[placement]))
+    assert same_bytes(state, plain(family, "fp32").state) == []
+
+
+@pytest.mark.parametrize("placement", ["three rounds", "kept activations", "everything at home"])
+def test_no_placement_changes_a_bit_in_bf16(placement, plain):
+    _, state = streamed("smollm2", "bf16", _fitting("smollm2", PLACEMENTS[placement]))
+    assert same_bytes(state, plain("smollm2", "bf16").state) == []
+
+
+def _fitting(family: str, placement: Placement) -> Placement:
+    names = {segment.name for segment in model_spec(tiny_config(family)).segments}
+    return replace(placement, resident=placement.resident & names, own=placement.own & names)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chaos_changes_no_bit(seed, plain):
+    placement = [Placement(), Placement(round_micro_batches=2), Placement(keep=True, weight_slots=3)][seed % 3]
+    _, state = streamed("gemma3", "fp32", placement, Chaos(seed, max_delay_s=0.001))
+    assert same_bytes(state, plain("gemma3", "fp32").state) == []
+
+
+def test_evaluation_between_steps_changes_nothing_and_sees_the_update():
+    config = tiny_config("qwen3")
+    masters = tiny_masters(model_spec(config))
+    runs = [Streamed(config, masters, TOKENS, precision="fp32") for _ in range(2)]
+    steps = batches()
+    losses = []
+    for micro_batches, hyper in zip(steps, HYPERS, strict=True):
+        runs[0].train([micro_batches], [hyper])
+        losses.append(runs[0].engine.evaluate(steps[0]))
+    runs[1].train(steps, HYPERS)
+    assert same_bytes(runs[0].state(), runs[1].state()) == []
+    assert losses[0] != losses[1]
+    for run in runs:
+        run.close()
+
+
+def test_a_non_finite_step_applies_nothing():
+    config = tiny_config("llama")
+    masters = tiny_masters(model_spec(config))
+    broken = {name: value.copy() for name, value in masters.items()}
+    broken["model.layers.1.mlp.up_proj.weight"][3, 5] = np.inf
+    run = Streamed(config, broken, TOKENS, precision="fp32")
+    before = run.state()
+    (result,) = run.train(batches()[:1], HYPERS[:1])
+    assert not result.applied and result.bad_tensor is not None
+    assert same_bytes(before, run.state()) == []
+    assert run.engine.applied_steps == 0
+    run.close()
+
+
+def test_frozen_tensors_keep_every_bit_and_have_no_state():
+    config = tiny_config("qwen2")
+    masters = tiny_masters(model_spec(config))
+    freeze = ["embed_tokens", r"layers\.1\.", r"k_proj\.bias"]
+    run = Streamed(config, masters, TOKENS, precision="fp32", freeze=freeze)
+    run.train(batches(), HYPERS)
+    state = run.state()
+    run.close()
+    want = reference.train(
+        config, masters, batches(), HYPERS, precision="fp32", max_grad_norm=1.0, chunk_tokens=CHUNK_TOKENS,
+        attn_implementation="megatrain", freeze=freeze,
+    )  # fmt: skip
+    assert same_bytes(state, want.state) == []
+    frozen = [name for name in masters if "embed_tokens" in name or ".layers.1." in name or "k_proj.bias" in name]
+    assert len(frozen) > 10
+    for name in frozen:
+        assert state[name][0].tobytes() == masters[name].tobytes()
