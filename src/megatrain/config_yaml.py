@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
     yaml_implicit_resolvers = {}  # noqa: RUF012 - replaced below; the base class's YAML 1.1 table must not leak in
 
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) or (isinstance(event, yaml.NodeEvent) and event.anchor is not None):

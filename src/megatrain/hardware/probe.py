@@ -1,0 +1,62 @@
+"""Asks the machine what it has. Imports torch, for the CUDA figures only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatrain.errors import ConfigError
+from megatrain.hardware.machine import Machine
+
+ISA_FLAGS = ("avx512f", "avx2", "asimd")  # best first; the native core has a path for each
+
+
+def probe(
+    device: Literal["auto", "cpu", "cuda"], folder: Path, ram_available_bytes: int, proc: Path = Path("/proc")
+) -> Machine:
+    """The machine, with `device` chosen: auto is a GPU if torch sees one. `folder` need not exist yet."""
+    cuda = torch.cuda.is_available()
+    if device == "cuda" and not cuda:
+        raise ConfigError("device is cuda, but torch sees no GPU; set device to cpu, or install torch for CUDA")
+    chosen: Literal["cpu", "cuda"] = "cuda" if device != "cpu" and cuda else "cpu"
+    free_bytes, total_bytes = torch.cuda.mem_get_info() if chosen == "cuda" else (0, 0)
+    cpuinfo = (proc / "cpuinfo").read_text()
+    return Machine(
+        device=chosen,
+        device_name=torch.cuda.get_device_name() if chosen == "cuda" else processor_name(cpuinfo),
+        hbm_total_bytes=total_bytes,
+        hbm_free_bytes=free_bytes,
+        ram_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        ram_available_bytes=ram_available_bytes,
+        disk_free_bytes=disk_free_bytes(folder),
+        num_cores=len(os.sched_getaffinity(0)),
+        isa=isa(cpuinfo),
+    )
+
+
+def disk_free_bytes(folder: Path) -> int:
+    """Bytes an ordinary user may still write beneath the nearest existing parent of `folder`."""
+    for path in (folder.absolute(), *folder.absolute().parents):
+        if path.is_dir():
+            figures = os.statvfs(path)
+            return figures.f_bavail * figures.f_frsize
+    raise ConfigError(f"output_dir {folder}: no parent folder exists; choose another place")
+
+
+def processor_name(cpuinfo: str) -> str:
+    """The processor's name as the kernel prints it, or the architecture where it prints none."""
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def isa(cpuinfo: str) -> str:
+    """Architecture and the widest vector unit: "x86_64 avx2"."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    flags = found[1].split() if found else []
+    best = next((flag for flag in ISA_FLAGS if flag in flags), "")
+    return f"{platform.machine()} {best}".strip()

@@ -1,0 +1,141 @@
+"""Bytes of everything a run allocates, from shapes alone.
+
+Legend: T tokens of a micro-batch, D hidden size, V vocabulary.
+
+Exact: homes and slots (they follow the layouts). Estimated: the working memory of kernels, whose formulas stand below
+with what they were fitted to. `tests/planner` compares the exact ones with the store and the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatrain.config import RunConfig
+from megatrain.models.layout import Layout
+from megatrain.models.spec import ModelSpec, SegmentSpec
+from megatrain.schedule.plan import Plan, SegmentPlan
+
+MIB = 1 << 20
+PROGRAM_RAM_BYTES = {"cpu": 700 * MIB, "cuda": 3200 * MIB}  # Python, torch, transformers; with the CUDA libraries
+CONTEXT_HBM_BYTES = 700 * MIB  # CUDA context, cuBLAS workspaces, loaded kernels
+SAVE_BUFFER_BYTES = 96 * MIB  # pieces of a checkpoint on their way to the disk
+MODEL_SCALE = 1.6  # elementwise results and their gradients that live beside what the linear layers save
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What every size depends on."""
+
+    spec: ModelSpec
+    layouts: Mapping[str, Layout]
+    compute_bytes: int  # of one compute weight: 2 in bf16, 4 in fp32
+    micro_batch_tokens: int
+    loss_chunk_tokens: int
+
+
+def weights_bytes(shapes: Shapes, segment: str) -> int:
+    """A segment's compute weights."""
+    return shapes.layouts[segment].num_elements * shapes.compute_bytes
+
+
+def state_bytes(shapes: Shapes, segment: str) -> int:
+    """A segment's lo (bf16 only), m and v."""
+    return shapes.layouts[segment].num_trainable * (10 if shapes.compute_bytes == 2 else 8)
+
+
+def gradient_bytes(shapes: Shapes, segment: str) -> int:
+    """A segment's fp32 gradient sum."""
+    return shapes.layouts[segment].num_trainable * 4
+
+
+def segment_hbm_bytes(shapes: Shapes, segment: SegmentPlan) -> int:
+    """Device bytes that are this segment's alone: homes and own slots."""
+    total = 0
+    if segment.state == "hbm":
+        total += weights_bytes(shapes, segment.name) + state_bytes(shapes, segment.name)
+    elif segment.weights == "own":
+        total += weights_bytes(shapes, segment.name)
+    if segment.grads == "own" and segment.trainable:
+        total += gradient_bytes(shapes, segment.name)
+    return total
+
+
+def pool_bytes(shapes: Shapes, plan: Plan) -> tuple[int, int]:
+    """(shared weight slots, shared gradient slots); a slot is as large as the largest block that visits it."""
+    weights = [weights_bytes(shapes, s.name) for s in plan.blocks if s.weights == "pool"]
+    grads = [gradient_bytes(shapes, s.name) for s in plan.blocks if s.grads == "pool" and s.trainable]
+    return plan.weight_slots * max(weights, default=0), plan.grad_slots * max(grads, default=0)
+
+
+def tied_gradient_bytes(shapes: Shapes, plan: Plan) -> int:
+    """The head's own sum for a tied embedding."""
+    if not (plan.tied and plan.segments[0].trainable):
+        return 0
+    return shapes.spec.vocab_size * shapes.spec.hidden_size * 4
+
+
+def boundary_bytes(shapes: Shapes, plan: Plan) -> int:
+    """Inputs of every block and of HEAD, and one gradient of them, for each micro-batch of a round."""
+    one = shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
+    return plan.round_micro_batches * (len(plan.blocks) + 2) * one
+
+
+def saved_bytes(shapes: Shapes, block: SegmentSpec) -> int:
+    """What autograd saves of one block for one micro-batch: inputs and outputs of its linear layers, and as much again
+    of elementwise results, scaled by `MODEL_SCALE`. Expert weights count for the share of experts a token visits."""
+    return int(shapes.micro_batch_tokens * _linear_width(shapes.spec, block) * shapes.compute_bytes * MODEL_SCALE)
+
+
+def _linear_width(spec: ModelSpec, block: SegmentSpec) -> float:
+    """Σ (inputs + outputs) a token has over the block's matrices."""
+    dense = sum(sum(t.shape) for t in block.tensors if len(t.shape) == 2)
+    experts = [t for t in block.tensors if len(t.shape) == 3]
+    if not experts:
+        return float(dense)
+    share = _expert_share(spec)
+    return dense + sum(t.shape[0] * share * (t.shape[1] + t.shape[2]) for t in experts)
+
+
+def _expert_share(spec: ModelSpec) -> float:
+    """Chosen experts ÷ all experts, from the parameters a token is multiplied with."""
+    tensors = [t for s in spec.segments for t in s.tensors]
+    experts = sum(t.num_elements for t in tensors if len(t.shape) == 3)
+    table = 0 if spec.tied else spec.vocab_size * spec.hidden_size
+    dense = sum(t.num_elements for t in tensors if len(t.shape) != 3) - table
+    return min(1.0, max(0.0, spec.active_parameters - dense) / experts)
+
+
+def block_working_bytes(shapes: Shapes) -> int:
+    """Peak of one block's backward: what it saves, the gradients in flight, and its weights' gradients before they are
+    added in fp32."""
+    widest = max(saved_bytes(shapes, block) for block in shapes.spec.blocks)
+    flows = 4 * shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
+    grads = max(shapes.layouts[b.name].num_trainable for b in shapes.spec.blocks) * shapes.compute_bytes
+    return widest + flows + grads
+
+
+def head_working_bytes(shapes: Shapes) -> int:
+    """Peak of HEAD: a chunk's logits (compute, fp32, their softmax and gradient), dW before it is added, dL/dh."""
+    spec = shapes.spec
+    logits = shapes.loss_chunk_tokens * spec.vocab_size * (12 + 2 * shapes.compute_bytes)
+    grad = spec.vocab_size * spec.hidden_size * shapes.compute_bytes
+    flows = 3 * shapes.micro_batch_tokens * spec.hidden_size * shapes.compute_bytes
+    return logits + grad + flows
+
+
+def checkpoint_bytes(shapes: Shapes) -> int:
+    """One checkpoint on disk: the model folder and the exact state."""
+    return sum(weights_bytes(shapes, name) + state_bytes(shapes, name) for name in shapes.layouts)
+
+
+def shapes_of(spec: ModelSpec, layouts: Mapping[str, Layout], config: RunConfig) -> Shapes:
+    """Shapes of a resolved config."""
+    return Shapes(spec, layouts, 2 if config.precision == "bf16" else 4, *resolved_tokens(config))
+
+
+def resolved_tokens(config: RunConfig) -> tuple[int, int]:
+    """(micro_batch_tokens, loss_chunk_tokens) of a resolved config."""
+    assert config.micro_batch_tokens is not None, "resolve the config first"
+    assert config.loss_chunk_tokens is not None, "resolve the config first"
+    return config.micro_batch_tokens, config.loss_chunk_tokens

@@ -1,0 +1,71 @@
+"""MemoryTable: where every byte of a run will be, by component and tier, and whether that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatrain.config import format_size
+from megatrain.schedule.plan import Tier
+
+Verdict = Literal["FITS", "TIGHT", "NO"]
+TIGHT_SHARE = 0.95  # estimates of working memory are good to about 5 % of a budget
+TIERS: tuple[Tier, ...] = ("hbm", "ram", "disk")
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """`num_bytes` of `component` at the peak, in one tier."""
+
+    component: str
+    tier: Tier
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """Peak bytes of a run. `budgets` holds what each tier may hold; `peak` names the phase that needs most."""
+
+    rows: tuple[MemoryRow, ...]
+    budgets: Mapping[Tier, int]
+    peak: str
+    num_parameters: int
+
+    def total_bytes(self, tier: Tier) -> int:
+        """Bytes planned in `tier`."""
+        return sum(row.num_bytes for row in self.rows if row.tier == tier)
+
+    def verdict(self, tier: Tier) -> Verdict:
+        """Whether `tier` holds its rows. TIGHT: it does, with less than a twentieth to spare."""
+        total, budget = self.total_bytes(tier), self.budgets[tier]
+        if total > budget:
+            return "NO"
+        return "TIGHT" if total > budget * TIGHT_SHARE else "FITS"
+
+    @property
+    def overall(self) -> Verdict:
+        """The worst verdict of all tiers."""
+        verdicts = [self.verdict(tier) for tier in TIERS]
+        return "NO" if "NO" in verdicts else "TIGHT" if "TIGHT" in verdicts else "FITS"
+
+    def lines(self) -> list[str]:
+        """The table as text, one line a row, with bytes per parameter."""
+        text = [f"{'component':<44}{'tier':<6}{'size':>11}  {'bytes/parameter':>15}"]
+        for row in sorted(self.rows, key=lambda row: TIERS.index(row.tier)):
+            share = row.num_bytes / self.num_parameters
+            text.append(f"{row.component:<44}{row.tier:<6}{gib(row.num_bytes):>11}  {share:>15.2f}")
+        for tier in TIERS:
+            total, budget = self.total_bytes(tier), self.budgets[tier]
+            if total or budget:
+                text.append(f"{'total':<44}{tier:<6}{gib(total):>11}  of {gib(budget)}: {self.verdict(tier)}")
+        text.append(f"peak phase: {self.peak}")
+        return text
+
+
+def gib(num_bytes: int) -> str:
+    """Human size: "1.25 GiB"; exact below a KiB."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return format_size(num_bytes)

@@ -1,0 +1,140 @@
+"""The training loop, to be read aloud. A step's number counts from 1; `start_step` steps are already done."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatrain.config import RunConfig
+from megatrain.data import MicroBatch, StepBatch
+from megatrain.engine import Engine, StepResult
+from megatrain.engine.engine import token_batch
+from megatrain.errors import UserError
+from megatrain.models.batch import TokenBatch
+from megatrain.optim import AdamW, LearningRateSchedule, count_warmup_steps, multiplier
+from megatrain.train.metrics import Metrics
+from megatrain.train.signals import StopRequest
+
+
+class Steps(Protocol):
+    """The data of a run: what each optimizer step trains on, by index from 0."""
+
+    def step(self, index: int) -> StepBatch:
+        """The batch of step `index`; the same for the same index, always."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """Where the state of a run is kept."""
+
+    def save(self, step: int) -> Path:
+        """Write everything after `step` steps; returns once it is acknowledged (synced and renamed)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the loop needs. `checkpoints` None: save_strategy "no"."""
+
+    config: RunConfig
+    engine: Engine
+    data: Steps
+    num_steps: int
+    start_step: int
+    eval_micro_batches: Sequence[MicroBatch]
+    checkpoints: Checkpoints | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: after which step, and with which signal, if one stopped it."""
+
+    step: int
+    signal: int | None
+
+
+def train(run: Run) -> Outcome:
+    """Train from `start_step` to `num_steps`. Returns early, with everything saved, at SIGINT or SIGTERM."""
+    config, schedule = run.config, lr_schedule(run.config, run.num_steps)
+    step = run.start_step
+    with StopRequest() as stop, run.metrics as metrics:
+        evaluate(run, step)
+        for step in range(run.start_step + 1, run.num_steps + 1):
+            started = time.perf_counter()
+            batch = run.data.step(step - 1)
+            hyper = hyper_of(config, schedule, step - 1)
+            result = run.engine.train_step(token_batches(batch.micro_batches), batch.num_supervised, hyper)
+            metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
+            if not result.applied:
+                stop_or_skip(run, step, batch, result)
+            last = step == run.num_steps or stop.signal is not None
+            if last or (config.eval_steps and step % config.eval_steps == 0):
+                evaluate(run, step)
+            if last or step % config.save_steps == 0:
+                save(run, step)
+            if last:
+                break
+        run.engine.flush()
+    return Outcome(step, stop.signal)
+
+
+def lr_schedule(config: RunConfig, num_steps: int) -> LearningRateSchedule:
+    """The learning-rate schedule of a run of `num_steps` steps."""
+    return LearningRateSchedule(
+        kind=config.lr_scheduler_type,
+        num_steps=num_steps,
+        warmup_steps=count_warmup_steps(num_steps, config.warmup_steps, config.warmup_ratio),
+        decay_steps=math.ceil(num_steps * config.decay_ratio),
+        min_ratio=config.min_lr_ratio,
+    )
+
+
+def hyper_of(config: RunConfig, schedule: LearningRateSchedule, index: int) -> AdamW:
+    """AdamW's hyper-parameters at step `index`, counted from 0."""
+    return AdamW(
+        learning_rate=config.learning_rate * multiplier(schedule, index),
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        epsilon=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+    )
+
+
+def token_batches(micro_batches: Sequence[MicroBatch]) -> list[TokenBatch]:
+    """The same micro-batches as tensors, without a copy."""
+    return [token_batch(m.input_ids_T, m.position_ids_T, m.document_ids_T, m.labels_T) for m in micro_batches]
+
+
+def evaluate(run: Run, step: int) -> None:
+    """Loss per supervised token over the whole held-out set, if there is one."""
+    if not run.eval_micro_batches:
+        return
+    tokens = sum(m.num_supervised for m in run.eval_micro_batches)
+    run.metrics.evaluation(step, run.engine.evaluate(token_batches(run.eval_micro_batches)) / tokens, tokens)
+
+
+def save(run: Run, step: int) -> None:
+    """Save after `step` steps; it is said only once it is acknowledged."""
+    if run.checkpoints is not None:
+        run.checkpoints.save(step)
+        run.metrics.say(f"saved step {step}")
+
+
+def stop_or_skip(run: Run, step: int, batch: StepBatch, result: StepResult) -> None:
+    """What `on_nan` says about a step that was not applied; the message names all that is known."""
+    samples = sorted({sample for m in batch.micro_batches for sample in m.sample_ids})
+    shown = ", ".join(map(str, samples[:16])) + (" …" if len(samples) > 16 else "")
+    where = f"first in {result.bad_tensor}" if result.bad_tensor else "in the loss alone"
+    text = (
+        f"step {step}: loss {result.loss} and gradient norm {result.grad_norm} are not finite, {where}; "
+        f"samples {shown}; nothing was applied"
+    )
+    if run.config.on_nan == "stop":
+        run.metrics.say(text)
+        raise UserError(f"{text}; lower learning_rate, look at these samples, or set on_nan: skip")
+    run.metrics.say(f"{text}; skipped")

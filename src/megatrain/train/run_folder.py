@@ -1,0 +1,107 @@
+"""RunFolder: the folder a run owns. One process at a time; private to its user."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from megatrain.config import RunConfig, changed_keys, read_config
+from megatrain.errors import CheckpointError, ConfigError, UserError
+
+LOCK_NAME = ".lock"
+
+
+class RunFolder:
+    """`path` with its lock held from creation to `close`. UserError if another process holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            path.chmod(0o700)
+            self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"output_dir {path} cannot be used: {error.strerror}; choose another folder") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(self._lock, 32).decode("ascii", "replace").strip()
+            os.close(self._lock)
+            raise UserError(
+                f"output_dir {path} is in use by another run (process {owner}); wait for it, or choose another folder"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    @property
+    def config(self) -> Path:
+        """config.yaml: the resolved config of the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """metrics.jsonl: one object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """log.txt: what was printed."""
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """checkpoints/: step-N folders."""
+        return self.path / "checkpoints"
+
+    def begin(self, config: RunConfig, plan: Mapping[str, object], environment: Mapping[str, object]) -> None:
+        """Write config.yaml, plan.json and env.json. Each is whole or the old one."""
+        replace_text(self.config, config.to_yaml())
+        replace_text(self.path / "plan.json", json.dumps(plan, indent=1))
+        replace_text(self.path / "env.json", json.dumps(environment, indent=1))
+
+    def refuse_changes(self, config: RunConfig, allowed: frozenset[str]) -> None:
+        """CheckpointError if a key that may change bits differs from the run's config.yaml and is not allowed."""
+        before = read_config(self.config)
+        changed = [key for key in changed_keys(before, config) if key not in allowed]
+        if changed:
+            key = changed[0]
+            was, now = before.model_dump(mode="json")[key], config.model_dump(mode="json")[key]
+            raise CheckpointError(
+                f"{key} is {now!r}, but the run in {self.path} was started with {was!r}; set it back, "
+                f"or resume with --allow {key}, or choose another output_dir"
+            )
+
+    def cut_metrics(self, last_step: int) -> None:
+        """Drop metrics of steps after `last_step`: they were not saved and will be trained again."""
+        if not self.metrics.exists():
+            return
+        lines = self.metrics.read_text("utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
+        replace_text(self.metrics, "".join(kept))
+
+    def close(self) -> None:
+        """Give the folder free."""
+        os.close(self._lock)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` so that `path` is the old file or the new one, never a part. Mode 0600."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
