@@ -76,7 +76,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
 
 
 def tiny_masters(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
-    """fp32 master weights by checkpoint name: matrices of scale 1/sqrt(columns), norms and biases alive (not 0 or 1)."""
+    """fp32 master weights by checkpoint name: matrices of scale 1/sqrt(columns), norms and biases alive."""
     rng = np.random.default_rng(seed)
     masters = {}
     for tensor in (t for s in spec.segments for t in s.tensors):
@@ -103,6 +103,8 @@ def tiny_batch(lengths: Sequence[int], seed: int = 0, vocab_size: int = 96, igno
         return torch.from_numpy(np.concatenate(parts)).to(dtype)
 
     return TokenBatch(
-        tensor(ids, torch.int64), tensor(positions, torch.int64), tensor(documents, torch.int32),
+        tensor(ids, torch.int64),
+        tensor(positions, torch.int64),
+        tensor(documents, torch.int32),
         tensor(labels, torch.int64),
     )

@@ -80,7 +80,7 @@ def train(
     attn_implementation: str = attention.NAME,
     freeze: Sequence[str] = (),
     device: str = "cpu",
-    prepare: Callable[[nn.Module], None] = lambda model: None,  # for example: compile the layers
+    prepare: Callable[[nn.Module], None] = lambda _model: None,  # for example: compile the layers
 ) -> Result:
     """Train for len(steps) steps. A step with a non-finite loss or gradient applies nothing and is not counted."""
     spec = model_spec(config, freeze=freeze)

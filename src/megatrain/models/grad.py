@@ -116,7 +116,7 @@ def block_keep(template: ModelTemplate, index: int, w: Weights, h: Tensor, calls
 
 
 def block_backward_kept(kept: Kept, w_now: Weights, grads: Gradients, dh: Tensor) -> Tensor:
-    """Add the gradients of a kept block whose weights, same bits, now lie at `w_now`; return the gradient at its input."""
+    """Add the gradients of a kept block whose weights, same bits, now lie at `w_now`; return that at its input."""
     kept.rebinding.w_now = w_now
     torch.autograd.backward(kept.edge, dh, inputs=[kept.source, *point_gradients(kept.leaves, grads)])
     return kept.source.grad

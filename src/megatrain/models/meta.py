@@ -32,7 +32,7 @@ def architecture_of(config: PreTrainedConfig) -> str:
     return architecture
 
 
-def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """Registration hook: the parameter's meta twin. A meta parameter passes through, so that tied ones stay one."""
     if parameter is None or parameter.is_meta:
         return None

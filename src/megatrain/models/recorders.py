@@ -23,14 +23,14 @@ LayerCalls = tuple[LayerCall, ...]  # one per block
 
 @dataclass
 class Tape:
-    """Shared by the recorders of one backbone: the calls they saw, and what the last of them answers (if not its input)."""
+    """Shared by the recorders of one backbone: the calls they saw, and what the last one answers (None: its input)."""
 
     calls: list[LayerCall] = field(default_factory=list)
     answer: Tensor | None = None
 
 
 class Recorder(nn.Module):
-    """Stands where a layer stood: notes what it is called with and returns its input, or the tape's answer if it is last.
+    """Stands where a layer stood: notes what it is called with, returns its input (the last: the tape's answer).
 
     It answers any question about attributes as the layer itself would: some backbones ask their layers for their type.
     """

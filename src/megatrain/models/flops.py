@@ -1,0 +1,59 @@
+"""Floating-point operations of a model, counted from its spec. Torch-free.
+
+A multiply-add counts two. Useful operations are those of the formula: each token is multiplied with the active
+parameters, and each query meets the keys it can see. Padding and recomputation are not useful; `hardware_flops` has
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.models.spec import ModelSpec
+
+
+def visible_pairs(length_tokens: int, window_tokens: int | None) -> int:
+    """(query, key) pairs of causal attention inside one document: token t sees min(t + 1, window) tokens."""
+    if window_tokens is None or window_tokens >= length_tokens:
+        return length_tokens * (length_tokens + 1) // 2
+    return window_tokens * (window_tokens + 1) // 2 + (length_tokens - window_tokens) * window_tokens
+
+
+def attention_flops(spec: ModelSpec, block: int, document_lengths_tokens: Sequence[int]) -> int:
+    """Of one block's forward pass: scores and weighted values, 2 multiply-adds a pair, head and channel."""
+    shape = spec.attention[block]
+    pairs = sum(visible_pairs(length, shape.window_tokens) for length in document_lengths_tokens)
+    return 4 * shape.num_heads * shape.head_size * pairs
+
+
+def eval_flops(spec: ModelSpec, document_lengths_tokens: Sequence[int]) -> int:
+    """Useful operations of a forward pass over documents of these lengths."""
+    matrices = 2 * spec.active_parameters * sum(document_lengths_tokens)
+    return matrices + sum(attention_flops(spec, i, document_lengths_tokens) for i in range(len(spec.blocks)))
+
+
+def train_flops(spec: ModelSpec, document_lengths_tokens: Sequence[int]) -> int:
+    """Useful operations of forward and backward: the backward pass counts two forwards (6 per parameter and token)."""
+    return 3 * eval_flops(spec, document_lengths_tokens)
+
+
+def hardware_flops(
+    spec: ModelSpec, document_lengths_tokens: Sequence[int], padding_tokens: int, recomputed: Sequence[bool]
+) -> int:
+    """Operations really done in a training step: with padding, and with a second forward of the blocks `recomputed`.
+
+    `padding_tokens`: tokens of all padded tails; their attention, inside documents of their own, is left out.
+    """
+    assert len(recomputed) == len(spec.blocks), f"{len(recomputed)} flags for {len(spec.blocks)} blocks"
+    total = train_flops(spec, document_lengths_tokens) + 6 * spec.active_parameters * padding_tokens
+    num_tokens = sum(document_lengths_tokens) + padding_tokens
+    for index, again in enumerate(recomputed):
+        if again:
+            total += 2 * block_parameters(spec, index) * num_tokens
+            total += attention_flops(spec, index, document_lengths_tokens)
+    return total
+
+
+def block_parameters(spec: ModelSpec, index: int) -> int:
+    """Parameters of one block that a token is multiplied with (dense blocks: all of them)."""
+    return sum(tensor.num_elements for tensor in spec.blocks[index].tensors)
