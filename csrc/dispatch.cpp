@@ -30,7 +30,10 @@ bool supported(const Kernels& kernels) {
 #if defined(MEGATRAIN_X86)
   __builtin_cpu_init();
   if (&kernels == &kernels_avx2) return __builtin_cpu_supports("avx2");
-  if (&kernels == &kernels_avx512) return __builtin_cpu_supports("avx512f");
+  if (&kernels == &kernels_avx512) {  // the set of every AVX-512 server since Skylake; CMakeLists.txt names the same
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
 #endif
   (void)kernels;
   return true;

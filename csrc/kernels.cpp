@@ -13,6 +13,10 @@
 namespace megatrain {
 namespace {
 
+// Elements of a split update in flight. Longer blocks leave the memory idle while a block is computed (1024: 1.1, 128: 1.5
+// Gparam/s on one thread, the speed of the fp32 update).
+constexpr uint64_t kBlock = 128;
+
 inline uint32_t bits_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -29,9 +33,10 @@ inline float join_one(uint16_t hi, int16_t lo) {
   return float_of((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
 }
 
+// Signed comparison and one select before the only narrowing: what vector units do best (AVX-512: split 3.7 -> 5.8 Gparam/s in the cache).
 inline uint16_t hi_of(uint32_t bits) {
-  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-  return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x0040u : (bits + 0x8000u) >> 16);
+  const bool is_nan = static_cast<int32_t>(bits & 0x7FFFFFFFu) > 0x7F800000;
+  return static_cast<uint16_t>((is_nan ? bits | 0x00400000u : bits + 0x8000u) >> 16);
 }
 
 inline int16_t lo_of(uint32_t bits) { return static_cast<int16_t>(static_cast<uint16_t>(bits)); }
@@ -53,16 +58,6 @@ void adamw_fp32(float* __restrict w, float* __restrict m, float* __restrict v, c
   for (uint64_t i = 0; i < count; ++i) w[i] = adamw_one(w[i], m + i, v + i, grad[i], s);
 }
 
-void adamw_split(uint16_t* __restrict hi, int16_t* __restrict lo, float* __restrict m, float* __restrict v,
-                 const float* __restrict grad, uint64_t count, const Scalars& scalars) {
-  const Scalars s = scalars;
-  for (uint64_t i = 0; i < count; ++i) {
-    const uint32_t bits = bits_of(adamw_one(join_one(hi[i], lo[i]), m + i, v + i, grad[i], s));
-    hi[i] = hi_of(bits);
-    lo[i] = lo_of(bits);
-  }
-}
-
 void split(const float* __restrict master, uint16_t* __restrict hi, int16_t* __restrict lo, uint64_t count) {
   for (uint64_t i = 0; i < count; ++i) {
     const uint32_t bits = bits_of(master[i]);
@@ -73,6 +68,28 @@ void split(const float* __restrict master, uint16_t* __restrict hi, int16_t* __r
 
 void join(const uint16_t* __restrict hi, const int16_t* __restrict lo, float* __restrict master, uint64_t count) {
   for (uint64_t i = 0; i < count; ++i) master[i] = join_one(hi[i], lo[i]);
+}
+
+// A block of a split update. Three loops, because in a single one compilers widen the fp32 arithmetic to match the 16-bit
+// arrays, which is slower (AVX-512, GCC 12: 1.0 against 1.6 Gparam/s in the cache).
+__attribute__((always_inline)) inline void split_block(uint16_t* __restrict hi, int16_t* __restrict lo,
+                                                       float* __restrict m, float* __restrict v,
+                                                       const float* __restrict grad, uint64_t count, Scalars s) {
+  float master[kBlock];
+  for (uint64_t i = 0; i < count; ++i) master[i] = join_one(hi[i], lo[i]);
+  for (uint64_t i = 0; i < count; ++i) master[i] = adamw_one(master[i], m + i, v + i, grad[i], s);
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(master[i]);
+    hi[i] = hi_of(bits);
+    lo[i] = lo_of(bits);
+  }
+}
+
+void adamw_split(uint16_t* hi, int16_t* lo, float* m, float* v, const float* grad, uint64_t count,
+                 const Scalars& s) {
+  const uint64_t whole = count - count % kBlock;
+  for (uint64_t i = 0; i < whole; i += kBlock) split_block(hi + i, lo + i, m + i, v + i, grad + i, kBlock, s);
+  split_block(hi + whole, lo + whole, m + whole, v + whole, grad + whole, count - whole, s);
 }
 
 double leaf_sum_squares(const float* __restrict leaf, uint64_t count) {

@@ -1,7 +1,7 @@
 """AdamW over flat spans, in place: one pass that reads and writes every array once. The formula stands in spec.py.
 
-Arrays are 1-D, contiguous and do not overlap; m, v, grad and a full master are float32, hi is uint16 (the bits of a bf16)
-and lo int16. `isa` names the kernel set: the best one here unless given, one of `native.isas()`, or "numpy".
+Arrays are 1-D, contiguous and do not overlap; m, v, grad and a full master are float32, hi is uint16 (the bits of a
+bf16) and lo int16. `isa` names the kernel set: the best one here unless given, one of `native.isas()`, or "numpy".
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ class LearningRateSchedule:
         if self.kind not in get_args(ScheduleKind):
             raise ValueError(f"unknown schedule {self.kind!r}; choose one of {', '.join(get_args(ScheduleKind))}")
         if self.decay_shape not in get_args(DecayShape):
-            raise ValueError(f"unknown decay shape {self.decay_shape!r}; choose one of {', '.join(get_args(DecayShape))}")
+            raise ValueError(
+                f"unknown decay shape {self.decay_shape!r}; choose one of {', '.join(get_args(DecayShape))}"
+            )
         if min(self.num_steps, self.warmup_steps, self.decay_steps) < 0:
             raise ValueError(f"{self}: step counts must not be negative")
         if not 0.0 <= self.min_ratio <= 1.0:

@@ -102,9 +102,7 @@ def adamw(w: F32, m: F32, v: F32, grad: F32, s: Scalars, *, decay: bool) -> tupl
     return w, m, v
 
 
-def adamw_split(
-    hi: U16, lo: I16, m: F32, v: F32, grad: F32, s: Scalars, *, decay: bool
-) -> tuple[U16, I16, F32, F32]:
+def adamw_split(hi: U16, lo: I16, m: F32, v: F32, grad: F32, s: Scalars, *, decay: bool) -> tuple[U16, I16, F32, F32]:
     """New (hi, lo, m, v): the master is joined, updated in fp32 and split again."""
     w, m, v = adamw(join(hi, lo), m, v, grad, s, decay=decay)
     return *split(w), m, v
@@ -133,7 +131,8 @@ def reduce_lanes(values: F64) -> F64:
     """Sum each row of `values` (rows, n) in the fixed order: 256 lanes, then halving. -> (rows,)
 
     Lane j adds elements j, j + 256, j + 512, ... in that order, starting from zero; a missing element adds nothing.
-    Then the upper half of the lanes is added to the lower half until one is left: x[:128] + x[128:], x[:64] + x[64:] ...
+    Then the upper half of the lanes is added to the lower half until one is left: x[:128] + x[128:], x[:64] + x[64:]
+    and so on.
     """
     num_rows, count = values.shape
     lanes = np.zeros((num_rows, NUM_LANES))
