@@ -104,8 +104,13 @@ def backward(
         dv_1GTE[0, :, document] = dv_GNE
     if sinks_H is None:
         return dq_1HTD, dk_1GTD, dv_1GTE, q_1HTD.new_empty(0)
-    p_sink_HT = (sinks_H.to(dtype).unsqueeze(1) - lse_1HT[0]).exp_()
-    return dq_1HTD, dk_1GTD, dv_1GTE, (p_sink_HT * delta_1HT[0]).sum(1).neg_().to(sinks_H.dtype)
+    return dq_1HTD, dk_1GTD, dv_1GTE, sink_gradient(sinks_H, lse_1HT, delta_1HT)
+
+
+def sink_gradient(sinks_H: Tensor, lse_1HT: Tensor, delta_1HT: Tensor) -> Tensor:
+    """dsinks, typed like the sinks."""
+    p_sink_HT = (sinks_H.to(lse_1HT.dtype).unsqueeze(1) - lse_1HT[0]).exp_()
+    return (p_sink_HT * delta_1HT[0]).sum(1).neg_().to(sinks_H.dtype)
 
 
 def empty_gradients(*inputs_1HTD: Tensor) -> list[Tensor]:
