@@ -1,0 +1,25 @@
+"""Room card.
+
+Holds: weight files, Hugging Face folders and training checkpoints: reading, writing, and the commit protocol.
+Takes -> gives: a folder -> a filled segment store; a segment store -> folders that are whole or not there.
+May touch: files, through `Files` alone; the store's buffers.
+Must never: run while an op writes what it reads; load a byte that does not match its hash; unpickle.
+"""
+
+from megatrain.checkpoint.commit import Checkpoint, load_checkpoint
+from megatrain.checkpoint.export import write_hf_folder
+from megatrain.checkpoint.fs import Files
+from megatrain.checkpoint.load_hf import load_weights
+from megatrain.checkpoint.state import CheckpointWriter, checkpoint_bytes, restore, save_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointWriter",
+    "Files",
+    "checkpoint_bytes",
+    "load_checkpoint",
+    "load_weights",
+    "restore",
+    "save_checkpoint",
+    "write_hf_folder",
+]

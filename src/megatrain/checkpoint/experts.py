@@ -1,0 +1,46 @@
+"""Where a tensor's values lie in a checkpoint: under its own name, an older name, or one tensor an expert.
+
+transformers holds the experts of a layer fused, (E, 2I, H) gate over up and (E, H, I) down; published checkpoints of
+most mixtures hold E times gate, up and down. Each of those is one contiguous run of the fused tensor.
+Shapes: E experts, I expert width, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatrain.models.spec import TensorSpec
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_PUBLISHED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # Qwen, DeepSeek, OLMoE …; Mixtral
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a checkpoint that is elements [start, start + its size) of a tensor of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def candidates(tensor: TensorSpec) -> Iterator[list[Part]]:
+    """Every way a checkpoint may hold `tensor`, the plain one first."""
+    for name in dict.fromkeys((tensor.name, tensor.name.replace(".mlp.", ".block_sparse_moe."))):
+        yield [Part(name, tensor.shape, 0)]
+        for gate, up, down in _PUBLISHED:
+            if name.endswith(_GATE_UP):
+                yield list(_expert_parts(name.removesuffix(_GATE_UP), tensor.shape, (gate, up)))
+            elif name.endswith(_DOWN):
+                yield list(_expert_parts(name.removesuffix(_DOWN), tensor.shape, (down,)))
+
+
+def _expert_parts(layer: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[Part]:
+    """The parts of a fused (E, len(kinds) * rows, columns) tensor, in the order of their elements."""
+    num_experts, all_rows, columns = shape
+    rows = all_rows // len(kinds)
+    for expert in range(num_experts):
+        for index, kind in enumerate(kinds):
+            start = (expert * len(kinds) + index) * rows * columns
+            yield Part(f"{layer}.experts.{expert}.{kind}.weight", (rows, columns), start)

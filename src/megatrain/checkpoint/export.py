@@ -1,0 +1,197 @@
+"""Hugging Face folders from the segment store: config, tokenizer, safetensors; transformers opens them unchanged."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatrain.checkpoint.fs import (
+    BLOCK_BYTES,
+    Data,
+    FileRecord,
+    Files,
+    read_small,
+    remove_tree,
+    write_hashed,
+)
+from megatrain.checkpoint.load_hf import INDEX, SINGLE
+from megatrain.checkpoint.safetensors_file import WriteTensor, encode_header, file_pieces, num_bytes_of_file
+from megatrain.errors import CheckpointError, ModelError
+from megatrain.models.layout import Entry
+from megatrain.models.spec import ModelSpec
+from megatrain.store import SegmentStore, split_master
+
+SHARD_BYTES = 5_000_000_000
+# Copied as they are from the source folder when there: everything a tokenizer or a generation loop reads.
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+TEMPLATES = "additional_chat_templates"
+_MAX_COMPANION_BYTES = 256 << 20
+_HF_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def write_hf_folder(
+    path: Path,
+    store: SegmentStore,
+    spec: ModelSpec,
+    config: PretrainedConfig,
+    tokenizer_source: Path | None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype,
+    files: Files | None = None,
+) -> None:
+    """Writes a new folder `path` that transformers opens unchanged: whole and durable, or not there at all.
+
+    dtype float32: the exact masters; bfloat16: the compute weights. A tied embedding is written once.
+    """
+    files = files or Files()
+    if path.exists():
+        raise CheckpointError(f"{path} is already there; give a new folder")
+    temporary = path.parent / f"{path.name}.tmp-{uuid.uuid4().hex}"
+    tensors = [
+        model_tensor(store, segment.name, store.layouts[segment.name][tensor.name], dtype)
+        for segment in spec.segments
+        for tensor in segment.tensors
+    ]
+    shards = _shards(tensors, shard_bytes)
+    needed_bytes = sum(tensor.num_bytes for tensor in tensors)
+    free_bytes = files.free_bytes(path.parent)
+    if needed_bytes > free_bytes:
+        raise CheckpointError(f"{path}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free; free disk space")
+    by_name = dict(zip(shard_names(len(shards)), shards, strict=True))
+    try:
+        with ExitStack() as undo:
+            undo.callback(remove_tree, files, temporary)
+            files.make_folder(temporary)
+            write_companions(files, temporary, config, tokenizer_source, dtype)
+            for name, shard in by_name.items():
+                write_tensors(files, temporary / name, shard)
+            if len(shards) > 1:
+                write_index(files, temporary, by_name)
+            files.sync_folder(temporary)
+            files.rename(temporary, path)
+        files.sync_folder(path.parent)
+    except OSError as failure:
+        raise CheckpointError(f"{path} could not be written: {failure}") from failure
+
+
+def model_tensor(store: SegmentStore, segment: str, entry: Entry, dtype: torch.dtype) -> WriteTensor:
+    """The tensor as it goes into a model folder; its pieces are read from the store when they are written."""
+    return WriteTensor(entry.tensor.name, dtype, entry.tensor.shape, _ModelPieces(store, segment, entry, dtype))
+
+
+class _ModelPieces:
+    """Iterates over a tensor of the store in `dtype`, in pieces; RAM homes of that dtype are not copied."""
+
+    def __init__(self, store: SegmentStore, segment: str, entry: Entry, dtype: torch.dtype) -> None:
+        self._store, self._segment, self._entry, self._dtype = store, segment, entry, dtype
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self._store.dtype("w") == self._dtype:
+            flat = self._store.flat(self._segment, "w")[self._entry.offset : self._entry.stop]
+            yield from flat_pieces(flat)
+            return
+        step = BLOCK_BYTES // 4
+        for start in range(0, self._entry.tensor.num_elements, step):
+            stop = min(start + step, self._entry.tensor.num_elements)
+            master = self._store.master(self._segment, self._entry, start, stop)
+            yield master if self._dtype == torch.float32 else split_master(master)[0]
+
+
+def flat_pieces(flat: Tensor) -> Iterator[Tensor]:
+    """A 1-D tensor in pieces of BLOCK_BYTES in RAM; those already there are views."""
+    step = BLOCK_BYTES // flat.itemsize
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step].cpu()
+
+
+def shard_names(num_shards: int) -> list[str]:
+    """File names of the shards as transformers spells them."""
+    if num_shards == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
+
+
+def write_tensors(files: Files, path: Path, tensors: Sequence[WriteTensor]) -> FileRecord:
+    """Creates one safetensors file, its data durable on return."""
+    header = encode_header(tensors, {"format": "pt"})
+    return write_hashed(files, path, file_pieces(header, tensors), num_bytes_of_file(header, tensors))
+
+
+def write_index(files: Files, folder: Path, shards: Mapping[str, Sequence[WriteTensor]]) -> FileRecord:
+    """Creates the index of a sharded model."""
+    total_bytes = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+    weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+    return write_json(files, folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def write_companions(
+    files: Files, folder: Path, config: PretrainedConfig, source: Path | None, dtype: torch.dtype
+) -> dict[str, FileRecord]:
+    """Creates config.json, and copies the tokenizer's and generation files verbatim; name -> record."""
+    members = json.loads(config.to_json_string())
+    members.pop("torch_dtype", None)
+    members["dtype"] = _HF_NAMES[dtype]
+    records = {"config.json": write_json(files, folder / "config.json", members)}
+    if source is None:
+        return records
+    present = files.names(source)
+    for name in COMPANIONS:
+        if name in present:
+            records[name] = _copy(files, source / name, folder / name)
+    templates = files.names(source / TEMPLATES) if TEMPLATES in present else []
+    if templates:
+        files.make_folder(folder / TEMPLATES)
+        for name in templates:
+            records[f"{TEMPLATES}/{name}"] = _copy(files, source / TEMPLATES / name, folder / TEMPLATES / name)
+        files.sync_folder(folder / TEMPLATES)
+    return records
+
+
+def write_json(files: Files, path: Path, members: Mapping[str, object]) -> FileRecord:
+    """Creates a JSON file."""
+    return write_bytes(files, path, (json.dumps(members, indent=2, sort_keys=True) + "\n").encode())
+
+
+def write_bytes(files: Files, path: Path, data: bytes) -> FileRecord:
+    """Creates a file with `data`."""
+    pieces: Iterator[Data] = (data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
+    return write_hashed(files, path, pieces, len(data))
+
+
+def _copy(files: Files, source: Path, target: Path) -> FileRecord:
+    return write_bytes(files, target, read_small(files, source, _MAX_COMPANION_BYTES, ModelError))
+
+
+def _shards(tensors: Sequence[WriteTensor], shard_bytes: int) -> list[list[WriteTensor]]:
+    """Tensors in order, cut so that no shard exceeds `shard_bytes` unless one tensor alone does."""
+    shards: list[list[WriteTensor]] = [[]]
+    size_bytes = 0
+    for tensor in tensors:
+        if shards[-1] and size_bytes + tensor.num_bytes > shard_bytes:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(tensor)
+        size_bytes += tensor.num_bytes
+    return shards
