@@ -175,5 +175,5 @@ class _Pass:
         for grad in self.grads[visit]:
             if visit.last_round:
                 yield Op(Kind.NORM, segment.name, None, Lane.COMPUTE, (grad,), (Place("norm", segment.name),))
-            if segment.grads == "pool" or (visit.last_round and segment.state == "ram"):
+            if self.grads.leaves_after(visit):
                 yield Op(Kind.DRAIN, segment.name, None, Lane.D2H, (grad,), (Place("ram.grad", segment.name),))

@@ -73,18 +73,23 @@ def _fresh(plan: Plan, meaning: Meaning) -> dict[Place, Content]:
 
 
 def _check_program(where: str, schedule: Schedule, meaning: Meaning, held: dict[Place, Content]) -> None:
-    order = _Order()
+    order, unread = _Order(), _Unread()
     for index, op in enumerate(schedule):
         try:
             order.issue(op)
             _follow(op, meaning, held)
             order.access(index, op, schedule)
+            unread.access(index, op)
         except Fault as fault:
             raise ScheduleError(where, schedule, index, str(fault)) from None
-    for place, content in meaning.at_end().items():
+    at_end = meaning.at_end()
+    for place, content in at_end.items():
         if held.get(place) != content:
             reason = f"{place} is left with {_shown(held.get(place))}, must be left with {content}"
             raise ScheduleError(where, schedule, len(schedule), reason)
+    for place, index in unread.writer.items():
+        if place not in at_end and place.pool != "dact":  # HEAD and the lowest BACKWARD always give one, wanted or not
+            raise ScheduleError(where, schedule, index, f"writes {place}, which nothing reads")
 
 
 def _follow(op: Op, meaning: Meaning, held: dict[Place, Content]) -> None:
@@ -104,6 +109,21 @@ def _follow(op: Op, meaning: Meaning, held: dict[Place, Content]) -> None:
     if all(held.get(place) == content for place, content in news.items()):
         raise Fault(f"is in vain: {', '.join(map(str, news))} already so")
     held.update(news)
+
+
+class _Unread:
+    """Who wrote what has not been read since: work in vain if it is overwritten."""
+
+    def __init__(self) -> None:
+        self.writer: dict[Place, int] = {}
+
+    def access(self, index: int, op: Op) -> None:
+        for place in op.reads:
+            self.writer.pop(place, None)
+        for place in op.writes:
+            if place in self.writer:
+                raise Fault(f"overwrites {place}, which op {self.writer[place]} wrote and nothing has read")
+            self.writer[place] = index
 
 
 def _shown(content: Content | None) -> str:

@@ -87,34 +87,43 @@ def _weights_of(plan: Plan, visit: Visit) -> tuple[int, ...]:
 
 
 class GradSlots:
-    """Gives each backward visit the next shared slot in turn; from round 2 on, fetches the sum so far into it."""
+    """Gives each backward visit the next shared slot in turn; from round 2 on, fetches the sum so far into it.
+
+    If there are slots for all, each segment keeps its slot over the rounds, and nothing is fetched.
+    """
 
     def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
+        self._plan = plan
+        shared = [s.name for s in plan.segments if s.trainable and s.grads == "pool"]
+        self._rotates = len(shared) > plan.grad_slots
+        num_slots = plan.grad_slots if self._rotates else max(1, len(shared))
         self._place: dict[int, Place] = {}
         self._fetches: deque[tuple[int, int, Op]] = deque()  # (visit, may start after this visit, op)
         users: list[int] = []
-        last_visit: dict[str, int] = {}
         for visit in visits:
-            number = visit.number
             segment = plan.segments[visit.index]
             if not segment.trainable:
                 continue
             if segment.grads == "own":
-                self._place[number] = Place("g", segment.name)
+                self._place[visit.number] = Place("g", segment.name)
             elif visit.kind == "backward":
-                slot = len(users) % plan.grad_slots
-                slot_free = users[-plan.grad_slots] if len(users) >= plan.grad_slots else -1
-                self._place[number] = Place("g", slot)
-                if not visit.first_round:
-                    home = Place("ram.grad", segment.name)
-                    op = Op(Kind.FETCH_GRAD, segment.name, None, Lane.H2D, (home,), (self._place[number],))
-                    self._fetches.append((number, max(slot_free, last_visit[segment.name]), op))
-                users.append(number)
-                last_visit[segment.name] = number
+                slot = Place("g", len(users) % num_slots)
+                self._place[visit.number] = slot
+                if self._rotates and not visit.first_round:
+                    op = Op(Kind.FETCH_GRAD, segment.name, None, Lane.H2D, (Place("ram.grad", segment.name),), (slot,))
+                    self._fetches.append((visit.number, users[-num_slots], op))
+                users.append(visit.number)
 
     def __getitem__(self, visit: Visit) -> tuple[Place, ...]:
         """The gradient slot of a visit's segment: one place, or none if the segment is frozen."""
         return (self._place[visit.number],) if visit.number in self._place else ()
+
+    def leaves_after(self, visit: Visit) -> bool:
+        """Whether the sum goes home to RAM after this visit: complete, or because its slot is given away."""
+        segment = self._plan.segments[visit.index]
+        if visit.last_round:
+            return segment.state == "ram"
+        return segment.grads == "pool" and self._rotates
 
     def fetch_after(self, done: int) -> list[tuple[int, Op]]:
         """FETCH_GRADs that may start once visit `done` has been listed, each with the visit it is for."""

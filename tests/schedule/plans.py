@@ -1,0 +1,71 @@
+"""Plans and sequences of programs for the tests of the schedule, hand-made and random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from megatrain.schedule import Plan, Program, Run, SegmentPlan, build
+
+STREAMED = {"weights": "pool", "grads": "pool", "state": "ram"}
+RESIDENT = {"weights": "own", "grads": "own", "state": "hbm"}
+OWN_RAM = {"weights": "own", "grads": "own", "state": "ram"}
+
+
+def plan_of(
+    blocks: Sequence[dict] = (STREAMED,) * 4,
+    *,
+    embed: dict = OWN_RAM,
+    head: dict = OWN_RAM,
+    tied: bool = False,
+    frozen: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    slots: int = 2,
+    grad_slots: int = 2,
+    round_micro_batches: int = 99,
+) -> Plan:
+    """A plan from the homes of its segments."""
+    placed = [("EMBED", "embed", embed)]
+    placed += [(f"L{i:03d}", "block", home) for i, home in enumerate(blocks)]
+    placed += [("HEAD", "head", head)]
+    segments = tuple(
+        SegmentPlan(name, kind, name not in frozen, **home, activations="keep" if name in keep else "recompute")
+        for name, kind, home in placed
+    )
+    return Plan(segments, tied, slots, grad_slots, round_micro_batches)
+
+
+def runs_of(plan: Plan, programs: Sequence[Program], num_micro_batches: int = 2) -> list[Run]:
+    """Build the programs one after the other, as the engine would: every program applies what is pending."""
+    runs, pending = [], False
+    for program in programs:
+        num = num_micro_batches if program in ("train", "eval") else 0
+        runs.append(Run(program, build(plan, program, num, pending), num))
+        pending = program == "train"
+    return runs
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any valid plan of up to five blocks with at least one trainable segment."""
+    num_blocks = draw(st.integers(1, 5))
+    homes = [{"weights": w, "grads": g, "state": "ram"} for w in ("pool", "own") for g in ("pool", "own")] + [RESIDENT]
+    blocks = draw(st.lists(st.sampled_from(homes), min_size=num_blocks, max_size=num_blocks))
+    names = ["EMBED", *(f"L{i:03d}" for i in range(num_blocks)), "HEAD"]
+    frozen = draw(st.sets(st.sampled_from(names), max_size=len(names) - 1)) if draw(st.booleans()) else set()
+    return plan_of(
+        blocks,
+        embed=draw(st.sampled_from([OWN_RAM, RESIDENT])),
+        head=draw(st.sampled_from([OWN_RAM, RESIDENT])),
+        tied=draw(st.booleans()),
+        frozen=sorted(frozen),
+        keep=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
+        slots=draw(st.integers(2, 4)),
+        grad_slots=draw(st.integers(1, 3)),
+        round_micro_batches=draw(st.integers(1, 5)),
+    )
+
+
+def sequences() -> st.SearchStrategy[list[Program]]:
+    return st.lists(st.sampled_from(["train", "train", "eval", "save", "flush"]), min_size=1, max_size=5)
