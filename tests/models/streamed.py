@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from tests.reference import compute_weight
 from torch import Tensor
 
 from megatrain.models.batch import TokenBatch
@@ -14,6 +13,7 @@ from megatrain.models.grad import Kept, block_backward, block_backward_kept, blo
 from megatrain.models.layout import Layout, layout_of
 from megatrain.models.loss import head_backward
 from megatrain.models.template import OUTPUT_WEIGHT, ModelTemplate
+from tests.reference import compute_weight
 
 
 class Homes:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
-from tests.models.streamed import Homes, streamed_logits, streamed_step
-from tests.reference import EMBEDDING, OUTPUT, add_gradients, compute_weight
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +11,9 @@ from megatrain.models.batch import TokenBatch
 from megatrain.models.loss import head_loss
 from megatrain.models.recorders import GivenBackbone
 from megatrain.models.template import OUTPUT_WEIGHT, ModelTemplate
+from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
+from tests.models.streamed import Homes, streamed_logits, streamed_step
+from tests.reference import EMBEDDING, OUTPUT, add_gradients, compute_weight
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

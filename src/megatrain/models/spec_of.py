@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,12 +47,19 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         architecture=family.architecture,
         segments=tuple(SegmentSpec(name, _kind(name), tuple(tensors)) for name, tensors in segments.items()),
         tied=tied_name is not None,
-        hidden_size=values["hidden_size"],
-        vocab_size=values["vocab_size"],
+        hidden_size=_size(values, "hidden_size"),
+        vocab_size=_size(values, "vocab_size"),
         attention=_attention(values, num_blocks),
         active_parameters=sum(t.num_elements for ts in segments.values() for t in ts) - untied_embedding,
-        max_positions=values["max_position_embeddings"],
+        max_positions=_size(values, "max_position_embeddings"),
     )
+
+
+def _size(values: Mapping[str, Any], name: str) -> int:
+    size = values.get(name)
+    if not isinstance(size, int):
+        raise ModelError(f"the config has {name} {size!r}; an integer is needed there to stream the model")
+    return size
 
 
 def block_name(index: int) -> str:
@@ -111,10 +119,10 @@ def _embedding_elements(model: PreTrainedModel) -> int:
     return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
 
 
-def _attention(values: dict[str, object], num_blocks: int) -> tuple[AttentionShape, ...]:
+def _attention(values: Mapping[str, Any], num_blocks: int) -> tuple[AttentionShape, ...]:
     """One shape a block. Without `layer_types` a window holds for every block."""
-    num_heads = int(values["num_attention_heads"])
-    head_size = int(values.get("head_dim") or values["hidden_size"] // num_heads)
+    num_heads = _size(values, "num_attention_heads")
+    head_size = values.get("head_dim") or _size(values, "hidden_size") // num_heads
     window = values.get("sliding_window")
     types = values.get("layer_types") or ["sliding_attention"] * num_blocks
     return tuple(AttentionShape(num_heads, head_size, window if t == "sliding_attention" else None) for t in types)
