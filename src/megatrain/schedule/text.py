@@ -14,7 +14,7 @@ _BOTH = frozenset({"act", "kept"})
 _ALONE = frozenset({"cell", "tied.grad"})
 
 # A longer column (CLIP reads everything) sticks out instead of widening every line.
-_MAX_COLUMN_CHARS = 48
+_MAX_COLUMN_CHARS = 60
 
 
 class ScheduleTextError(ValueError):
@@ -63,7 +63,8 @@ def _parse_op(words: list[str]) -> Op:
     segment = _take(rest, r"(-|[A-Z][A-Z0-9]*)", "a segment such as L000, or -")
     micro_batch = _take(rest, r"m(\d+)", None)
     lane = _take(rest, r"@(\w+)", "a lane such as @compute")
-    reads, writes, waits = (_take(rest, rf"{field}:(\S+)", None) for field in ("r", "w", "wait"))
+    reads, writes = _take(rest, r"r:(\S+)", None), _take(rest, r"w:(\S+)", None)
+    waits = _take(rest, r"wait:([a-z]\w*(?:,[a-z]\w*)*)", None)
     records = None
     if rest and rest[0] == "->":
         del rest[0]

@@ -1,0 +1,161 @@
+"""Any plan builds a schedule that passes the check, prints and parses back, and computes the reference."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.errors import PlanError
+from megatrain.schedule import (
+    Kind,
+    Lane,
+    Plan,
+    Program,
+    Run,
+    Schedule,
+    build,
+    check,
+    dead_after,
+    parse,
+    peak,
+    rounds,
+    to_text,
+)
+from tests.schedule.plans import OWN_RAM, RESIDENT, STREAMED, plan_of, plans, runs_of, sequences
+from tests.schedule.symbols import Terms, in_order, reference
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@given(plans(), sequences(), st.integers(1, 5))
+@settings(max_examples=150, deadline=None)
+def test_any_plan_builds_what_the_reference_computes(plan: Plan, programs: list[Program], num: int) -> None:
+    runs = runs_of(plan, programs, num)
+    check(runs, plan)
+    for run in runs:
+        assert parse(to_text(run.schedule)) == run.schedule
+    terms = Terms()
+    assert in_order(plan, runs, terms) == reference(plan, runs, terms)
+
+
+def kinds(schedule: Schedule) -> Counter[str]:
+    return Counter(op.kind for op in schedule)
+
+
+@pytest.mark.parametrize(("num_blocks", "slots"), [(4, 2), (9, 3), (9, 8), (3, 5)])
+def test_weights_still_in_a_slot_are_not_fetched_again(num_blocks: int, slots: int) -> None:
+    """At the turn of the pass the last `slots` layers are still there; and so are the first ones for the next round."""
+    missing = max(0, num_blocks - slots)
+    for num_rounds in (1, 2, 3):
+        plan = plan_of([STREAMED] * num_blocks, slots=slots, round_micro_batches=1)
+        schedule = build(plan, "train", num_rounds, True)
+        assert kinds(schedule)[Kind.FETCH] == 2 + num_blocks + missing * (2 * num_rounds - 1)
+
+
+def test_own_weights_are_fetched_once_and_resident_ones_never() -> None:
+    plan = plan_of([OWN_RAM, RESIDENT, OWN_RAM], embed=RESIDENT, tied=True, round_micro_batches=1)
+    fetched = [op.segment for op in build(plan, "train", 3, True) if op.kind is Kind.FETCH]
+    assert fetched == ["L000", "L002", "HEAD"]
+
+
+def test_gradients_rotate_through_their_slots_unless_all_fit() -> None:
+    tight = kinds(build(plan_of([STREAMED] * 3, grad_slots=2, round_micro_batches=1), "train", 3, False))
+    roomy = kinds(build(plan_of([STREAMED] * 3, grad_slots=3, round_micro_batches=1), "train", 3, False))
+    assert (tight[Kind.FETCH_GRAD], tight[Kind.DRAIN]) == (6, 3 * 3 + 2)
+    assert (roomy[Kind.FETCH_GRAD], roomy[Kind.DRAIN]) == (0, 3 + 2)
+    assert tight[Kind.ZERO] == roomy[Kind.ZERO] == 5
+
+
+def test_nothing_flows_back_below_the_lowest_trainable_segment() -> None:
+    plan = plan_of([STREAMED] * 4, frozen=["EMBED", "L000", "L002"], keep=["L000", "L002"])
+    schedule = build(plan, "train", 2, False)
+    backward = {op.segment for op in schedule if op.kind is Kind.BACKWARD}
+    assert backward == {"L001", "L002", "L003"}
+    assert kinds(schedule)[Kind.EMBED_BACKWARD] == 0
+    assert {op.segment for op in schedule if op.kind in (Kind.ZERO, Kind.NORM, Kind.DRAIN)} == {"L001", "L003", "HEAD"}
+    assert {op.segment for op in schedule for p in op.writes if p.pool == "kept"} == {"L002"}
+
+
+def test_a_tied_embedding_is_merged_once_and_measured_after() -> None:
+    schedule = build(plan_of(tied=True, round_micro_batches=1), "train", 3, False)
+    of_embed = [op.kind for op in schedule if op.segment == "EMBED" and op.kind in (Kind.MERGE, Kind.NORM, Kind.DRAIN)]
+    assert of_embed == [Kind.MERGE, Kind.NORM, Kind.DRAIN]
+    frozen = build(plan_of(tied=True, frozen=["EMBED"]), "train", 2, False)
+    assert not any(p.pool == "tied.grad" for op in frozen for p in op.writes)
+
+
+def test_updates_are_the_prologue_of_whatever_comes_next() -> None:
+    plan = plan_of([STREAMED, RESIDENT, STREAMED], frozen=["L002"])
+    for program in ("train", "eval", "flush", "save"):
+        schedule = build(plan, program, 1, True)
+        updates = [(op.segment, op.lane) for op in schedule if op.kind is Kind.UPDATE]
+        assert sorted(updates) == [("EMBED", "host"), ("HEAD", "host"), ("L000", "host"), ("L001", "compute")]
+        assert kinds(build(plan, program, 1, False))[Kind.UPDATE] == 0
+    compute = [(op.kind, op.segment) for op in build(plan, "train", 1, True) if op.lane is Lane.COMPUTE]
+    before_first_use = compute.index((Kind.FORWARD, "L001")) - 1
+    assert compute.index((Kind.UPDATE, "L001")) == before_first_use
+
+
+def test_save_reads_homes_on_the_disk_lane() -> None:
+    plan = plan_of([STREAMED, RESIDENT], frozen=["HEAD"])
+    saves = {op.segment: ",".join(map(str, op.reads)) for op in build(plan, "save", 0, True) if op.lane is Lane.DISK}
+    assert saves == {
+        "EMBED": "ram.w.EMBED,ram.state.EMBED",
+        "L000": "ram.w.L000,ram.state.L000",
+        "L001": "w.L001,hbm.state.L001",
+        "HEAD": "ram.w.HEAD",
+    }
+    assert build(plan, "flush", 0, False) == ()
+
+
+@pytest.mark.parametrize(("num", "most", "sizes"), [(1, 9, [1]), (5, 4, [2, 3]), (8, 4, [4, 4]), (7, 3, [2, 2, 3])])
+def test_rounds_are_few_and_nearly_equal(num: int, most: int, sizes: list[int]) -> None:
+    parts = rounds(num, most)
+    assert [len(part) for part in parts] == sizes
+    assert [m for part in parts for m in part] == list(range(num))
+
+
+def test_a_wholly_frozen_model_can_be_evaluated_but_not_trained() -> None:
+    plan = plan_of([STREAMED], frozen=["EMBED", "L000", "HEAD"])
+    check(runs_of(plan, ["eval", "save"]), plan)
+    with pytest.raises(PlanError, match="nothing to train"):
+        build(plan, "train", 1, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "num"),
+    [
+        ("streamed", plan_of([STREAMED] * 3), 2),
+        ("tied_two_rounds", plan_of([STREAMED] * 3, tied=True, embed=RESIDENT, round_micro_batches=1), 2),
+    ],
+)
+def test_golden(name: str, plan: Plan, num: int) -> None:
+    """A change of order is a change of this file: on purpose, and read by someone."""
+    assert to_text(build(plan, "train", num, True)) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_peak_and_liveness() -> None:
+    schedule = build(plan_of([STREAMED] * 4, keep=["L003"], round_micro_batches=2), "train", 4, False)
+    # Boundary activations of one round, 2 micro-batches: inputs of 4 blocks and of HEAD. A new round starts empty.
+    assert peak(schedule) == {"act": 2 * 5, "dact": 2, "call": 2, "kept": 2}
+    assert peak(build(plan_of([STREAMED] * 4), "eval", 2, False)) == {"act": 3, "dact": 0, "call": 2, "kept": 0}
+    freed = [place for places in dead_after(schedule) for place in places]
+    assert len(freed) == len(set(freed)) == 4 * (5 + 1 + 1 + 1)
+    for index, places in enumerate(dead_after(schedule)):
+        assert all(place not in (*op.reads, *op.writes) for op in schedule[index + 1 :] for place in places)
+
+
+def test_a_hundred_and_eighty_layers_build_and_check_quickly() -> None:
+    plan = plan_of([STREAMED] * 180, tied=True, round_micro_batches=8)
+    started_s = time.process_time()
+    schedule = build(plan, "train", 16, True)
+    built_s = time.process_time()
+    check([Run("train", build(plan, "train", 16, False), 16), Run("train", schedule, 16)], plan)
+    checked_s = time.process_time()
+    assert built_s - started_s < 1.0
+    assert checked_s - built_s < 6.0  # two programs and a build

@@ -1,0 +1,125 @@
+"""The checker says what is wrong, and where; faults across programs are found too. Single faults: test_mutants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatrain.schedule import Kind, Lane, Place, Plan, Program, Run, ScheduleError, build, check
+from megatrain.schedule.waits import with_waits
+from tests.schedule.plans import RESIDENT, STREAMED, plan_of, runs_of
+
+PLAN = plan_of([STREAMED, RESIDENT, STREAMED], round_micro_batches=1)
+
+
+def refusal(runs: list[Run], plan: Plan = PLAN) -> str:
+    with pytest.raises(ScheduleError) as error:
+        check(runs, plan)
+    return str(error.value)
+
+
+def changed(run: Run, index: int, **fields: object) -> Run:
+    schedule = run.schedule
+    return run._replace(schedule=(*schedule[:index], replace(schedule[index], **fields), *schedule[index + 1 :]))
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        ["train", "eval", "save", "train", "flush"],
+        ["train", "train", "train"],  # also step, skip, step: a skip is in the cell, not in the schedule
+        ["eval", "save", "flush", "train", "save", "eval"],
+        ["flush", "flush"],
+    ],
+)
+def test_sequences_pass(programs: list[Program]) -> None:
+    for plan in (PLAN, plan_of(tied=True, slots=3), plan_of([RESIDENT] * 2, embed=RESIDENT, head=RESIDENT)):
+        check(runs_of(plan, programs), plan)
+
+
+def test_the_message_points_at_the_op() -> None:
+    runs = runs_of(plan_of(), ["train", "train"])
+    index = next(i for i, op in enumerate(runs[1].schedule) if (op.kind, op.segment) == (Kind.FORWARD, "L002"))
+    op = runs[1].schedule[index]
+    text = refusal([runs[0], changed(runs[1], index, reads=(Place("w", 1), *op.reads[1:]))], plan_of())
+    reason = "reads w.1 which holds weights of L003 after step 1, wants weights of L002 after step 1"
+    assert text.startswith(f"program 2 (train), op {index}: {reason}\n")
+    pointed = [line for line in text.splitlines() if "<-- HERE" in line]
+    assert len(pointed) == 1
+    assert pointed[0].split()[:3] == [str(index), "FORWARD", "L002"]
+
+
+def test_a_forgotten_pending_update_is_found() -> None:
+    first = runs_of(PLAN, ["train"])
+    for program in ("train", "eval", "save", "flush"):
+        assert "after step 0" in refusal([*first, Run(program, build(PLAN, program, 2, False), 2)])
+
+
+def test_an_update_that_is_not_due_is_found() -> None:
+    for program in ("train", "eval", "save", "flush"):
+        assert "UPDATE" in refusal([Run(program, build(PLAN, program, 2, True), 2)])
+    twice = [*runs_of(PLAN, ["train", "eval"]), Run("eval", build(PLAN, "eval", 2, True), 2)]
+    assert "UPDATE" in refusal(twice)
+
+
+def test_programs_of_another_length_are_found() -> None:
+    run = Run("train", build(PLAN, "train", 2, False), 3)
+    assert "sum of 2 micro-batches, wants" in refusal([run])
+    assert "has micro-batch 1 of 1" in refusal([run._replace(num_micro_batches=1)])
+    assert "LOSS has no place in train" in refusal([Run("train", build(PLAN, "eval", 1, False), 1)])
+
+
+def test_tokens() -> None:
+    run = runs_of(plan_of(), ["train"])[0]
+    waiting = next(i for i, op in enumerate(run.schedule) if op.waits)
+    recording = [i for i, op in enumerate(run.schedule) if op.records]
+    plan = plan_of()
+    assert "waits for nobody, which no earlier op records" in refusal([changed(run, waiting, waits=("nobody",))], plan)
+    late = run.schedule[recording[-1]].records
+    assert f"waits for {late}, which no earlier op records" in refusal([changed(run, waiting, waits=(late,))], plan)
+    again = run.schedule[recording[0]].records
+    assert f"records {again}, which another op" in refusal([changed(run, recording[1], records=again)], plan)
+
+
+def test_a_race_names_both_ops() -> None:
+    run = runs_of(plan_of(), ["train"])[0]
+    index = next(i for i, op in enumerate(run.schedule) if (op.kind, op.segment) == (Kind.FORWARD, "L002"))
+    text = refusal([changed(run, index, waits=())], plan_of())
+    assert "races on w.0 with op" in text
+    assert "(FETCH L002 @h2d): no wait orders them" in text
+
+
+def test_lanes_and_slots_are_those_of_the_plan() -> None:
+    run = runs_of(PLAN, ["train"])[0]
+    kinds = [op.kind for op in run.schedule]
+    for kind, lane in [(Kind.FETCH, Lane.D2H), (Kind.NORM, Lane.HOST), (Kind.CLIP, Lane.COMPUTE)]:
+        assert "lane" in refusal([changed(run, kinds.index(kind), lane=lane)])
+    beyond = Place("w", PLAN.weight_slots)
+    fetch = next(i for i, op in enumerate(run.schedule) if op.kind is Kind.FETCH and op.segment == "L000")
+    assert "which the plan does not give" in refusal([changed(run, fetch, writes=(beyond,))])
+    assert "reads 0 places, must read 1" in refusal([changed(run, fetch, reads=())])
+    assert "the plan has no segment 'L009'" in refusal([changed(run, fetch, segment="L009")])
+    assert "is no op of block segments" in refusal([changed(run, kinds.index(Kind.HEAD), segment="L001")])
+
+
+def test_work_in_vain_is_found() -> None:
+    plan = plan_of()
+    run = runs_of(plan, ["eval"])[0]
+    fetch = next(op for op in run.schedule if (op.kind, op.segment) == (Kind.FETCH, "L003"))
+    again = run._replace(schedule=with_waits((*run.schedule, fetch)))
+    assert f"is in vain: {fetch.writes[0]} already so" in refusal([again], plan)
+    other = replace(fetch, writes=(Place("w", 1 - fetch.writes[0].key),))
+    useless = run._replace(schedule=with_waits((*run.schedule, other)))
+    assert f"writes {other.writes[0]}, which nothing reads" in refusal([useless], plan)
+    overwritten = run._replace(schedule=with_waits((other, *run.schedule)))
+    assert f"overwrites {other.writes[0]}, which op 0 wrote and nothing has read" in refusal([overwritten], plan)
+
+
+def test_what_is_in_slots_does_not_outlive_a_program() -> None:
+    """The second eval could find L000 and L001 where the first left them; it must not rely on it."""
+    plan = plan_of([STREAMED] * 2)
+    runs = runs_of(plan, ["eval", "eval"])
+    thrifty = [op for op in runs[1].schedule if (op.kind, op.segment) != (Kind.FETCH, "L000")]
+    text = refusal([runs[0], runs[1]._replace(schedule=with_waits(thrifty))], plan)
+    assert "reads w.0 which holds nothing, wants weights of L000 after step 0" in text

@@ -1,0 +1,49 @@
+"""Plans that no schedule can follow are refused with the segment, the value and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatrain.errors import PlanError
+from megatrain.schedule import Plan, SegmentPlan, validate
+from tests.schedule.plans import OWN_RAM, RESIDENT, STREAMED, plan_of
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        (plan_of(embed=STREAMED), "EMBED has weights 'pool'; embed segments need weights 'own'"),
+        (plan_of(head={**OWN_RAM, "grads": "pool"}), "HEAD has grads 'pool'; head segments need grads 'own'"),
+        (plan_of([{**RESIDENT, "weights": "pool"}]), "L000 has weights 'pool'; segments with state 'hbm'"),
+        (plan_of([{**RESIDENT, "grads": "pool"}]), "L000 has grads 'pool'; segments with state 'hbm'"),
+        (plan_of([{**OWN_RAM, "state": "disk"}]), "L000 has its state on disk"),
+        (plan_of(slots=1), "weight_slots is 1, but 4 segments share"),
+        (plan_of([STREAMED], slots=0), "weight_slots is 0, but 1 segments share"),
+        (plan_of(grad_slots=0), "grad_slots is 0"),
+        (plan_of(round_micro_batches=0), "round_micro_batches is 0"),
+        (plan_of([]), "plan has segments ['EMBED', 'HEAD']"),
+        (Plan((), False, 2, 2, 1), "plan has segments []"),
+    ],
+)
+def test_refused(plan: Plan, complaint: str) -> None:
+    with pytest.raises(PlanError) as error:
+        validate(plan)
+    assert complaint in str(error.value)
+
+
+def test_names_and_kinds_are_those_of_the_travel_order() -> None:
+    plan = plan_of()
+    swapped = (*plan.segments[:1], plan.segments[2], plan.segments[1], *plan.segments[3:])
+    with pytest.raises(PlanError, match="in travel order"):
+        validate(replace(plan, segments=swapped))
+    wrong_kind = (SegmentPlan("EMBED", "head", True, "own", "own"), *plan.segments[1:])
+    with pytest.raises(PlanError, match="EMBED is planned as kind 'head'; it must be 'embed'"):
+        validate(replace(plan, segments=wrong_kind))
+
+
+def test_accepted() -> None:
+    validate(plan_of([STREAMED], slots=1))
+    validate(plan_of([RESIDENT] * 2, slots=0, grad_slots=0))
+    validate(plan_of([{**RESIDENT, "grads": "pool"}], frozen=["L000"], slots=0, grad_slots=0))

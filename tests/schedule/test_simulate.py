@@ -1,0 +1,96 @@
+"""The null device: simulated time shows that what should overlap does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.schedule import DeadlockError, Kind, Lane, Op, Plan, Program, build, parse, simulate
+from tests.schedule.plans import RESIDENT, STREAMED, plan_of, plans, runs_of
+
+EIGHT = plan_of([STREAMED] * 8)
+
+
+def durations(**seconds: float) -> Callable[[Op], float]:
+    """1 s for compute per micro-batch; what is not named takes no time."""
+    table = {"FORWARD": 1.0, "BACKWARD": 1.0, "HEAD": 1.0, **seconds}
+    return lambda op: table.get(op.kind, 0.0)
+
+
+@pytest.mark.parametrize("slow", ["L005", "L007", "HEAD"])
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_a_slow_update_of_a_late_layer_does_not_delay_an_early_forward(program: Program, slow: str) -> None:
+    schedule = build(EIGHT, program, 2, True)
+    usual = durations(FETCH=0.1, UPDATE=0.1)
+    fast = simulate(schedule, usual)
+    late = simulate(schedule, lambda op: 100.0 if (op.kind, op.segment) == (Kind.UPDATE, slow) else usual(op))
+    first_use = next(i for i, op in enumerate(schedule) if op.segment == slow and op.lane is Lane.COMPUTE and op.reads)
+    early = [i for i, op in enumerate(schedule[:first_use]) if op.kind in (Kind.EMBED, Kind.FORWARD)]
+    assert len(early) == {"L005": 2 * 6, "L007": 2 * 8, "HEAD": 2 * 9}[slow]
+    assert [late.finish_s[i] for i in early] == [fast.finish_s[i] for i in early]
+    assert late.start_s[first_use] > 100.0 > fast.start_s[first_use]
+
+
+def test_updates_hide_behind_the_forward_of_the_next_step() -> None:
+    """2 s of forward a layer against 1.5 s of update: only the first two updates are in the way."""
+    done = simulate(build(EIGHT, "train", 2, True), durations(UPDATE=1.5))
+    assert done.busy_s[Lane.HOST] == 10 * 1.5
+    assert done.makespan_s == done.busy_s[Lane.COMPUTE] + 2 * 1.5
+
+
+def test_streaming_hides_behind_compute_in_one_round() -> None:
+    """2 s a visit against 1.9 s a fetch and 1.9 s a drain: compute waits for the first weights only."""
+    done = simulate(build(EIGHT, "train", 2, False), durations(FETCH=1.9, DRAIN=1.9))
+    last_drains_s = 2 * 1.9  # of L000, and of EMBED
+    idle_s = done.makespan_s - done.busy_s[Lane.COMPUTE]
+    assert idle_s <= 2 * 1.9 + last_drains_s + 1e-9
+
+
+def test_gradient_sums_come_back_in_time_in_later_rounds() -> None:
+    plan = plan_of([STREAMED] * 8, slots=3, grad_slots=3, round_micro_batches=4)
+    done = simulate(build(plan, "train", 8, False), durations(FETCH=0.9, DRAIN=1.8, FETCH_GRAD=1.8))
+    idle_s = done.makespan_s - done.busy_s[Lane.COMPUTE]
+    assert idle_s <= 2 * 0.9 + 2 * 1.8 + 1e-9
+
+
+def test_resident_layers_never_wait() -> None:
+    plan = plan_of([RESIDENT] * 4, embed=RESIDENT, head=RESIDENT)
+    schedule = build(plan, "train", 2, True)
+    assert {op.lane for op in schedule} == {Lane.COMPUTE, Lane.HOST}
+    assert simulate(schedule, durations(UPDATE=0.5)).makespan_s == 6 * 0.5 + 2 * (4 + 1 + 4)
+
+
+@given(plans(), st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(max_examples=50, deadline=None)
+def test_simulation_is_a_timetable(plan: Plan, num: int, random: object) -> None:
+    schedule = runs_of(plan, ["train", "train"], num)[1].schedule
+    seconds = {id(op): random.choice([0.0, 1.0, 7.0]) for op in schedule}
+    done = simulate(schedule, lambda op: seconds[id(op)])
+    finish = {op.records: done.finish_s[i] for i, op in enumerate(schedule)}
+    free: dict[Lane, float] = {}
+    for index, op in enumerate(schedule):
+        ready_s = max([free.get(op.lane, 0.0), *(finish[token] for token in op.waits)])
+        assert done.start_s[index] == ready_s
+        assert done.finish_s[index] == ready_s + seconds[id(op)]
+        free[op.lane] = done.finish_s[index]
+    assert done.makespan_s == max(done.finish_s)
+    assert sum(done.busy_s.values()) == sum(seconds.values())
+    path = done.critical_path
+    assert done.start_s[path[0]] == 0.0
+    assert done.finish_s[path[-1]] == done.makespan_s
+    assert sum(seconds[id(schedule[i])] for i in path) == done.makespan_s
+
+
+def test_a_deadlock_names_every_lane() -> None:
+    text = "FETCH L000 @h2d wait:b1 -> f0\nFORWARD L000 m0 @compute wait:f0 -> b1\n"
+    with pytest.raises(DeadlockError) as error:
+        simulate(parse(text), durations())
+    assert "h2d: op 0 (FETCH L000) waits for b1" in str(error.value)
+    assert "compute: op 1 (FORWARD L000) waits for f0" in str(error.value)
+    one_lane = tuple(replace(op, waits=()) for op in parse(text))
+    assert simulate(one_lane, durations()).makespan_s == 1.0
+    assert simulate((), durations()).makespan_s == 0.0
