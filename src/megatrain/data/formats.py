@@ -52,13 +52,13 @@ def detect(rows: Iterable[Row]) -> Format | None:
     for row in rows:
         if row.value is None:
             continue
-        if format := _detect_row(row):
-            return format
+        if found := _detect_row(row):
+            return found
         unknown = unknown or row
     if unknown is None:
         return None
-    found = ", ".join(sorted(map(str, unknown.value or ()))) or "none"
-    raise DataError(f"dataset {unknown.file} line {unknown.line} is of no known format: keys found: {found}; "
+    keys = ", ".join(sorted(map(str, unknown.value or ()))) or "none"
+    raise DataError(f"dataset {unknown.file} line {unknown.line} is of no known format: keys found: {keys}; "
                     f"{ACCEPTED}")
 
 
@@ -79,9 +79,9 @@ def _detect_row(row: Row) -> Format | None:
     return "text" if "text" in keys else None
 
 
-def to_sample(value: Mapping[str, Any], format: Format) -> Sample:
+def to_sample(value: Mapping[str, Any], row_format: Format) -> Sample:
     """The sample in a row of this format, or BadSample. No string in it has a lone surrogate."""
-    sample = _READERS[format](value)
+    sample = _READERS[row_format](value)
     _refuse_surrogates(sample)
     return sample
 

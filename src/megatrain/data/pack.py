@@ -1,6 +1,7 @@
 """Order and packing: pure functions of (seed, epoch) and of lengths, vectorised, the same on every machine."""
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
@@ -44,29 +45,25 @@ def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Bins:
     spaces: list[int] = []                          # the keys of open_bins, ascending
     num_bins = 0
     starts = np.flatnonzero(np.diff(sorted_lengths, prepend=-1))
-    for start, stop in zip(starts, np.append(starts[1:], len(lengths))):
-        length = int(sorted_lengths[start])
-        at = int(start)
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(lengths)], strict=True):
+        length, at = int(sorted_lengths[start]), start
         while at < stop:
             found = bisect_left(spaces, length)
             if found < len(spaces):
                 space = spaces.pop(found)
                 bins = np.concatenate(open_bins.pop(space))
-                used, rest = bins[:stop - at], bins[stop - at:]
-                bin_of[at:at + len(used)] = used
-                at += len(used)
-                _put(open_bins, spaces, space - length, used)
-                _put(open_bins, spaces, space, rest)
-                continue
-            each = capacity // length
-            count = int(stop) - at
-            bin_of[at:stop] = num_bins + np.arange(count) // each
+            else:
+                space = capacity
+                bins = np.arange(num_bins, num_bins + math.ceil((stop - at) / (capacity // length)))
+                num_bins += len(bins)
+            each = space // length      # the fullest bin with room stays the fullest until it has none
+            count = min(stop - at, each * len(bins))
+            bin_of[at:at + count] = bins[np.arange(count) // each]
+            at += count
             full, over = divmod(count, each)
-            _put(open_bins, spaces, capacity - each * length, np.arange(num_bins, num_bins + full))
-            if over:
-                _put(open_bins, spaces, capacity - over * length, np.array([num_bins + full]))
-            num_bins += full + (over > 0)
-            at = int(stop)
+            _put(open_bins, spaces, space - each * length, bins[:full])
+            _put(open_bins, spaces, space - over * length, bins[full:full + (over > 0)])
+            _put(open_bins, spaces, space, bins[full + (over > 0):])
     by_bin = np.argsort(bin_of, kind="stable")
     counts = np.bincount(bin_of, minlength=num_bins)
     return Bins(sorted_items[by_bin], np.concatenate([[0], np.cumsum(counts)]))

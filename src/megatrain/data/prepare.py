@@ -93,14 +93,14 @@ def _write(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: tupl
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     with TokenWriter(options.cache_dir, key, np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)) as writer:
         account = _Account(writer)
-        format = options.format
+        row_format = options.format
         indices = {str(path): i for i, path in enumerate(files)}
         for batch in _batches(files):
-            if format is None:
-                format = detect(batch)
-            _tokenise(batch, format, renderer, writer, account, indices)
-        report = _report(options, format, writer, account, renderer.warnings())
-        writer.commit(report, is_documents=format == "text", pad_id=_pad_id(tokenizer), files=list(indices))
+            if row_format is None:
+                row_format = detect(batch)
+            _tokenise(batch, row_format, renderer, writer, account, indices)
+        report = _report(options, row_format, writer, account, renderer.warnings())
+        writer.commit(report, is_documents=row_format == "text", pad_id=_pad_id(tokenizer), files=list(indices))
 
 
 def _batches(files: tuple[Path, ...]) -> Iterator[list[Row]]:
@@ -128,7 +128,7 @@ def _text_size(value: object) -> int:
     return 0
 
 
-def _tokenise(batch: list[Row], format: Format | None, renderer: Renderer, writer: TokenWriter, account: _Account,
+def _tokenise(batch: list[Row], row_format: Format | None, renderer: Renderer, writer: TokenWriter, account: _Account,
               indices: dict[str, int]) -> None:
     good: list[tuple[Row, Sample]] = []
     for row in batch:
@@ -137,12 +137,12 @@ def _tokenise(batch: list[Row], format: Format | None, renderer: Renderer, write
             assert row.problem is not None
             account.refuse(row, row.problem)
             continue
-        assert format is not None, "a readable row has been seen, so the format is known"
+        assert row_format is not None, "a readable row has been seen, so the format is known"
         try:
-            good.append((row, to_sample(row.value, format)))
+            good.append((row, to_sample(row.value, row_format)))
         except BadSample as bad:
             account.refuse(row, str(bad))
-    for (row, _), result in zip(good, renderer.encode([sample for _, sample in good])):
+    for (row, _), result in zip(good, renderer.encode([sample for _, sample in good]), strict=True):
         if isinstance(result, BadSample):
             account.refuse(row, str(result))
             continue
@@ -151,24 +151,24 @@ def _tokenise(batch: list[Row], format: Format | None, renderer: Renderer, write
         account.num_truncated += result.truncated
 
 
-def _report(options: DataOptions, format: Format | None, writer: TokenWriter, account: _Account,
+def _report(options: DataOptions, row_format: Format | None, writer: TokenWriter, account: _Account,
             warnings: tuple[str, ...]) -> Report:
     where = ", ".join(str(path) for path in options.paths)
     assert account.rows_in == account.rows_out + account.reasons.total()
     if account.rows_in == 0:
         raise DataError(f"dataset {where} is empty: it holds no row")
-    if account.rows_out == 0 or format is None:
+    if account.rows_out == 0 or row_format is None:
         first = account.bad_rows[0]
         common = "; ".join(f"{count} × {reason}" for reason, count in account.reasons.most_common(3))
         raise DataError(f"dataset {where}: none of its {account.rows_in} rows can be trained on ({common}; the first "
                         f"at {first.file} line {first.line}); mend the rows, or name the right `format`")
-    if format != "text" and options.assistant_only_loss and writer.num_trained == writer.num_tokens:
+    if row_format != "text" and options.assistant_only_loss and writer.num_trained == writer.num_tokens:
         raise DataError(f"dataset {where}: every token would be trained, prompts too, although assistant_only_loss is "
                         "on; check the chat template's generation marks, or set assistant_only_loss: false")
     lengths = writer.lengths
     bounds = 1 << np.ceil(np.log2(lengths)).astype(np.int64)
-    histogram = {int(bound): int(count) for bound, count in zip(*np.unique(bounds, return_counts=True))}
-    return Report(format=format, rows_in=account.rows_in, rows_out=account.rows_out, num_tokens=writer.num_tokens,
+    histogram = {int(bound): int(count) for bound, count in zip(*np.unique(bounds, return_counts=True), strict=True)}
+    return Report(format=row_format, rows_in=account.rows_in, rows_out=account.rows_out, num_tokens=writer.num_tokens,
                   num_trained=writer.num_trained, num_truncated=account.num_truncated,
                   longest_tokens=int(lengths.max()), reasons=dict(account.reasons),
                   bad_rows=tuple(account.bad_rows), length_histogram=histogram, warnings=warnings)

@@ -35,7 +35,7 @@ def _row(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase, sample_id: i
     shown = min(stop - start, max_tokens)
     edges = np.flatnonzero(np.diff(trained[:shown])) + 1
     pieces = []
-    for first, last in zip([0, *edges.tolist()], [*edges.tolist(), shown]):
+    for first, last in zip([0, *edges.tolist()], [*edges.tolist(), shown], strict=True):
         ids = dataset.tokens[start + first:start + last].tolist()
         pieces.append((tokenizer.decode(ids, skip_special_tokens=False), bool(trained[first])))
     file, line = dataset.source(sample_id)

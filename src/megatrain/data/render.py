@@ -55,9 +55,8 @@ class Renderer:
         if self._template is None:
             if self._eos_id is None:
                 return ("the tokenizer has no end-of-sequence token: the model will not learn to stop",)
-        elif self._template.eot is None and not self._template.marked:
-            return ("the chat template ends an assistant turn with no token of its own: the model will not learn "
-                    "to stop",)
+        elif self._template.eot is None:
+            return ("the chat template closes assistant turns with no special token: the model will not learn to stop",)
         return ()
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
@@ -69,7 +68,7 @@ class Renderer:
             try:
                 if isinstance(sample, Document):
                     results[i] = self._document(sample)
-                elif isinstance(sample, Chat) and self._chat_template().marked and self._assistant_only_loss:
+                elif isinstance(sample, Chat) and self._assistant_only_loss and self._chat_template().marked(sample):
                     results[i] = self._cut(*self._marked_chat(sample))
                 else:
                     text, spans = self._text_and_spans(sample)
@@ -77,9 +76,9 @@ class Renderer:
                     waiting.append((i, spans))
             except BadSample as bad:
                 results[i] = bad
-        for (i, spans), text, encoding in zip(waiting, texts, self._encode_texts(texts)):
+        for (i, spans), encoding in zip(waiting, self._encode_texts(texts), strict=True):
             try:
-                results[i] = self._spanned(samples[i], text, spans, encoding)
+                results[i] = self._spanned(samples[i], spans, encoding)
             except BadSample as bad:
                 results[i] = bad
         return results      # type: ignore[return-value]  # every index was filled
@@ -139,7 +138,7 @@ class Renderer:
                 encodings[i] = self._backend.encode(text, add_special_tokens=False)
         return encodings
 
-    def _spanned(self, sample: Sample, text: str, spans: list[Span], encoding: Encoding) -> Encoded:
+    def _spanned(self, sample: Sample, spans: list[Span], encoding: Encoding) -> Encoded:
         ids = encoding.ids
         trained = _mask(encoding.offsets, spans)
         if isinstance(sample, Completion):
@@ -188,7 +187,7 @@ def _unweighted(chat: Chat, trained: np.ndarray) -> np.ndarray:
     if len(edges) != 2 * len(weights):
         raise BadSample("message weights cannot be matched with the template's marked turns")
     trained = trained.copy()
-    for weight, start, end in zip(weights, edges[::2], edges[1::2]):
+    for weight, start, end in zip(weights, edges[::2], edges[1::2], strict=True):
         if weight == 0:
             trained[start:end] = False
     return trained

@@ -7,8 +7,9 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from megatrain.errors import DataError
 
@@ -90,21 +91,18 @@ def _kind(path: Path) -> str | None:
     return kind
 
 
-def _open(path: Path) -> io.BufferedReader:
+@contextmanager
+def _open(path: Path) -> Iterator[io.BufferedReader]:
     """A buffered byte stream with `peek`, decompressed, with a UTF-8 byte order mark taken off."""
     suffix = path.suffix.lower()
-    if suffix == ".gz":
-        raw: BinaryIO = gzip.open(path, "rb")
-    elif suffix == ".zst":
-        if zstandard is None:
-            raise DataError(f"dataset {path} is zstd-compressed; install the extra: pip install 'megatrain[data]'")
-        raw = zstandard.open(path, "rb")
-    else:
-        raw = open(path, "rb", buffering=0)
-    stream = io.BufferedReader(raw, PIECE_BYTES)
-    if stream.peek(3)[:3] == b"\xef\xbb\xbf":
-        stream.read(3)
-    return stream
+    if suffix == ".zst" and zstandard is None:
+        raise DataError(f"dataset {path} is zstd-compressed; install the extra: pip install 'megatrain[data]'")
+    opener = {".gz": gzip.open, ".zst": zstandard.open if zstandard else open}.get(suffix, open)
+    with opener(path, "rb") as raw:
+        stream = io.BufferedReader(raw, PIECE_BYTES)
+        if stream.peek(3)[:3] == b"\xef\xbb\xbf":
+            stream.read(3)
+        yield stream
 
 
 def _refuse_utf16(path: Path, stream: io.BufferedReader) -> None:
@@ -187,20 +185,21 @@ def _skip(text: str, at: int, characters: str) -> int:
 def _read_csv(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
     """CSV with a header line; bytes that are not UTF-8 become lone surrogates, which the formats refuse by row."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline=""))
     header: list[str] | None = None
     start = 1
-    try:
-        for cells in reader:
-            if header is None:
-                header = cells
-            elif cells and len(cells) != len(header):
-                yield Row(str(path), start, None, f"{len(cells)} cells under a header of {len(header)}")
-            elif cells:
-                yield Row(str(path), start, dict(zip(header, cells)), None)
-            start = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(f"dataset {path} line {start}: not CSV ({error}); repair the line") from error
+    with io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="") as text:
+        reader = csv.reader(text)
+        try:
+            for cells in reader:
+                if header is None:
+                    header = cells
+                elif cells and len(cells) != len(header):
+                    yield Row(str(path), start, None, f"{len(cells)} cells under a header of {len(header)}")
+                elif cells:
+                    yield Row(str(path), start, dict(zip(header, cells, strict=True)), None)
+                start = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(f"dataset {path} line {start}: not CSV ({error}); repair the line") from error
 
 
 def _read_arrow(path: Path, kind: str) -> Iterator[Row]:

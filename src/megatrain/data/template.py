@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
+DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 PINNED_DATE = datetime(2025, 1, 1)
 RENDER_LIMIT_S = 20.0
@@ -42,16 +43,11 @@ class _TemplateTimeout(Exception):
     pass
 
 
-def pinned_strftime(form: str) -> str:
-    """What a template gets when it asks for today's date."""
-    return PINNED_DATE.strftime(form)
-
-
 class ChatTemplate:
     """Renders conversations and finds their assistant turns.
 
-    `marked`: the template has `{% generation %}` marks. `header`: the text that opens an assistant turn (the
-    generation prompt). `eot`: the token that closes one, None if the template writes no such token.
+    `header` is the text that opens an assistant turn (the generation prompt), `eot` the token that closes one, None
+    if the template writes no such token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -59,33 +55,35 @@ class ChatTemplate:
             raise DataError("the tokenizer has no chat template, so conversations cannot be rendered; use the "
                             "instruction-tuned model's tokenizer, or data as `text` or `prompt` + `completion`")
         self._tokenizer = tokenizer
-        source = tokenizer.get_chat_template()
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise DataError(f"the chat template is {len(source)} characters long; the limit is {MAX_TEMPLATE_CHARS}")
-        self.marked = GENERATION_MARK.search(source) is not None
+        self._sources = {with_tools: _pinned(tokenizer.get_chat_template(tools=[{}] if with_tools else None))
+                         for with_tools in (False, True)}       # some tokenizers have a template of its own for tools
         self.header, self.eot = self._probe()
         self.eot_id: int | None = tokenizer.convert_tokens_to_ids(self.eot) if self.eot else None
+
+    def marked(self, chat: Chat) -> bool:
+        """Whether the template for this conversation has `{% generation %}` marks."""
+        return GENERATION_MARK.search(self._sources[bool(chat.tools)]) is not None
 
     def render(self, messages: Messages, tools: list[Any] | None, prompt: bool = False) -> str:
         """The conversation as text; `prompt` adds the opening of the next assistant turn."""
         with _guarded():
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt,
-                strftime_now=pinned_strftime)
+                list(messages), tools=tools, chat_template=self._sources[bool(tools)], tokenize=False,
+                add_generation_prompt=prompt)
 
     def encode_marked(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids and trained flags of a conversation whose template has generation marks."""
         with _guarded():
             out = self._tokenizer.apply_chat_template(
-                chat.messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=True,
-                strftime_now=pinned_strftime, tokenizer_kwargs={"verbose": False})
+                chat.messages, tools=chat.tools, chat_template=self._sources[bool(chat.tools)], return_dict=True,
+                return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         return out["input_ids"], out["assistant_masks"]
 
     def spans(self, chat: Chat, full: str) -> list[Span]:
         """The trained turns of `full`, the rendered conversation, in order; BadSample when they cannot be told."""
         turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
         spans = self._scan(chat, full, len(turns)) or self._prefix_difference(chat, full, turns)
-        return [span for i, span in zip(turns, spans)
+        return [span for i, span in zip(turns, spans, strict=True)
                 if i >= chat.first_trained and chat.messages[i].get("weight", 1) != 0]
 
     def _probe(self) -> tuple[str, str | None]:
@@ -144,9 +142,9 @@ class ChatTemplate:
         if not full.startswith(before):
             raise BadSample("the chat template rewrites earlier turns, so trained tokens cannot be told apart; "
                             "give the template {% generation %} marks")
-        common = _common_length(prompt, full)
-        ends = [before_end + len(token) for token in self._tokenizer.get_added_vocab()
-                if (before_end := full.rfind(token, len(before), common)) >= 0]
+        common = _common_length(prompt, full)       # it may reach into the turn: go back to the end of a line or token
+        ends = [found + len(token) for token in ("\n", *self._tokenizer.get_added_vocab())
+                if (found := full.rfind(token, len(before), common)) >= 0]
         return max(ends, default=len(before))
 
     def _turn_end(self, chat: Chat, full: str, turn: int, start: int) -> int:
@@ -162,6 +160,13 @@ class ChatTemplate:
             raise BadSample("the chat template rewrites earlier turns, so trained tokens cannot be told apart; "
                             "give the template {% generation %} marks")
         return at + len(self.eot)
+
+
+def _pinned(source: str) -> str:
+    """The template with its questions for today's date answered."""
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise DataError(f"the chat template is {len(source)} characters long; the limit is {MAX_TEMPLATE_CHARS}")
+    return DATE_CALL.sub(lambda call: repr(PINNED_DATE.strftime(call[2])), source)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import secrets
 import shutil
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -63,7 +64,7 @@ class TokenDataset:
 
 
 class TokenWriter:
-    """Collects samples into a folder beside the final one; `commit` moves it into place, leaving otherwise removes it."""
+    """Collects samples in a folder beside the final one; `commit` moves it into place, leaving without removes it."""
 
     def __init__(self, cache_dir: Path, key: str, token_dtype: np.dtype) -> None:
         cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -71,9 +72,10 @@ class TokenWriter:
         self._temporary = cache_dir / f"{key}.tmp-{secrets.token_hex(8)}"
         self._temporary.mkdir(mode=0o700)
         self._dtype = token_dtype
-        self._tokens = open(self._temporary / "tokens.bin", "xb")
-        self._trained = open(self._temporary / "trained.bin", "xb")
-        self._bad = open(self._temporary / "bad_rows.jsonl", "x", encoding="utf-8")
+        self._streams = ExitStack()
+        self._tokens = self._streams.enter_context(open(self._temporary / "tokens.bin", "xb"))  # noqa: SIM115
+        self._trained = self._streams.enter_context(open(self._temporary / "trained.bin", "xb"))  # noqa: SIM115
+        self._bad = self._streams.enter_context(open(self._temporary / "bad_rows.jsonl", "x", encoding="utf-8"))  # noqa: SIM115
         self._carry = np.zeros(0, bool)     # flags of the byte not yet full
         self._offsets = array("q", [0])
         self._sources = array("q")
@@ -83,7 +85,7 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._close()
+        self._streams.close()
         shutil.rmtree(self._temporary, ignore_errors=True)      # gone already after a commit
 
     @property
@@ -113,7 +115,7 @@ class TokenWriter:
         """Make the folder appear under its final name, whole; a folder that is there already (another process wrote
         the same) stays."""
         self._trained.write(np.packbits(self._carry, bitorder="little").tobytes())
-        self._close()
+        self._streams.close()
         (self._temporary / "offsets.bin").write_bytes(self._offsets.tobytes())
         (self._temporary / "sources.bin").write_bytes(self._sources.tobytes())
         meta = {
@@ -128,10 +130,6 @@ class TokenWriter:
         except OSError:
             if not (self.folder / "meta.json").is_file():
                 raise
-
-    def _close(self) -> None:
-        for stream in (self._tokens, self._trained, self._bad):
-            stream.close()
 
 
 def open_dataset(folder: Path, files: Sequence[str]) -> TokenDataset | None:

@@ -1,0 +1,251 @@
+"""Golden tokens and trained flags. In the tables, a trained token stands in brackets."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.data import render, template
+from megatrain.data.formats import BadSample, Chat, Completion, Document, Sample
+from megatrain.data.render import Encoded, Renderer
+from megatrain.errors import DataError
+from tests.data.tiny_tokenizers import CHATML, CHATML_MARKED, chat, make_byte_tokenizer, make_word_tokenizer
+
+THINKING = (    # drops the reasoning of all turns but the last, as Qwen3's template does
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ 'think ' + m.reasoning|default('') + ' think ' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+OPENS_THINKING = (      # the generation prompt goes on into a reasoning block that a finished turn does not have
+    CHATML[:CHATML.rindex("<|im_start|>assistant")] + "<|im_start|>assistant\nthink' }}{% endif %}")
+NO_EOT = (
+    "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
+TWO_TURNS = ("user: hi", "assistant: yes no", "user: why", "assistant: so")
+TWO_TURNS_TABLE = ("<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [_] [no] [<|im_end|>] n "
+                   "<|im_start|> user n why <|im_end|> n <|im_start|> assistant n [so] [<|im_end|>] n")
+
+
+def to_chat(*turns: str, **rest: Any) -> Chat:
+    return Chat(chat(*turns)["messages"], rest.get("tools"), rest.get("first_trained", 0))
+
+
+def renderer(tokenizer: Any, **rest: Any) -> Renderer:
+    settings = {"max_length": 64, "truncation": "keep_start", "assistant_only_loss": True, **rest}
+    return Renderer(tokenizer, **settings)
+
+
+def table(tokenizer: Any, sample: Sample, **rest: Any) -> str:
+    [result] = renderer(tokenizer, **rest).encode([sample])
+    if isinstance(result, BadSample):
+        raise result
+    assert len(result.ids) == len(result.trained)
+    names = [t.replace("\n", "n").replace(" ", "_") for t in tokenizer.convert_ids_to_tokens(result.ids)]
+    return " ".join(f"[{name}]" if flag else name for name, flag in zip(names, result.trained, strict=True))
+
+
+@pytest.mark.parametrize("template_text", [CHATML, CHATML_MARKED])
+def test_every_assistant_turn_and_its_end_token_is_trained(template_text: str) -> None:
+    assert table(make_word_tokenizer(template_text), to_chat(*TWO_TURNS)) == TWO_TURNS_TABLE
+
+
+def test_prefix_difference_gives_the_same_as_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template.ChatTemplate, "_scan", lambda *_: None)
+    assert table(make_word_tokenizer(), to_chat(*TWO_TURNS)) == TWO_TURNS_TABLE
+
+
+@pytest.mark.parametrize("template_text", [CHATML, CHATML_MARKED])
+def test_everything_is_trained_on_request(template_text: str) -> None:
+    shown = table(make_word_tokenizer(template_text), to_chat("user: hi", "assistant: yes"), assistant_only_loss=False)
+    assert shown == ("[<|im_start|>] [user] [n] [hi] [<|im_end|>] [n] [<|im_start|>] [assistant] [n] [yes] "
+                     "[<|im_end|>] [n]")
+
+
+def test_pad_equal_to_eos_does_not_matter() -> None:
+    tokenizer = make_word_tokenizer()
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert table(tokenizer, Document("one<|im_end|>two")) == "[one] [<|im_end|>] [two] [<|im_end|>]"
+
+
+@pytest.mark.parametrize("template_text", [CHATML, CHATML_MARKED])
+def test_first_trained_and_weights(template_text: str) -> None:
+    second_only = TWO_TURNS_TABLE.replace("[yes] [_] [no] [<|im_end|>]", "yes _ no <|im_end|>")
+    tokenizer = make_word_tokenizer(template_text)
+    assert table(tokenizer, to_chat(*TWO_TURNS, first_trained=2)) == second_only
+    weighted = to_chat(*TWO_TURNS)
+    weighted.messages[1]["weight"] = 0
+    assert table(tokenizer, weighted) == second_only
+
+
+def test_messages_that_spell_control_tokens_do_not_move_the_mask() -> None:
+    sample = to_chat("user: hi<|im_end|>\n<|im_start|>assistant\nno", "assistant: yes")
+    assert table(make_word_tokenizer(), sample) == (
+        "<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n no <|im_end|> n "
+        "<|im_start|> assistant n [yes] [<|im_end|>] n")
+    inner = to_chat("user: hi", "assistant: a<|im_end|>b", "user: c", "assistant: d")
+    assert table(make_word_tokenizer(), inner) == (
+        "<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [a] [<|im_end|>] [b] [<|im_end|>] n "
+        "<|im_start|> user n c <|im_end|> n <|im_start|> assistant n [d] [<|im_end|>] n")
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_templates_that_rewrite_earlier_turns(monkeypatch: pytest.MonkeyPatch, scan: bool) -> None:
+    if not scan:
+        monkeypatch.setattr(template.ChatTemplate, "_scan", lambda *_: None)
+    sample = to_chat("user: hi", "assistant: yes", "user: why", "assistant: so")
+    sample.messages[1]["reasoning"] = "a"
+    sample.messages[3]["reasoning"] = "b"
+    assert table(make_word_tokenizer(THINKING), sample) == (
+        "<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [<|im_end|>] n <|im_start|> user n why "
+        "<|im_end|> n <|im_start|> assistant n [think] [_] [b] [_] [think] [_] [so] [<|im_end|>] n")
+
+
+def test_generation_prompt_that_opens_reasoning() -> None:
+    assert table(make_word_tokenizer(OPENS_THINKING), to_chat("user: hi", "assistant: yes")) == (
+        "<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [<|im_end|>] n")
+
+
+def test_template_without_end_token_warns() -> None:
+    tokenizer = make_word_tokenizer(NO_EOT)
+    assert table(tokenizer, to_chat("user: hi", "assistant: yes")) == "user : hi n assistant : [yes] [n]"
+    used = renderer(tokenizer)
+    used.encode([to_chat("user: hi", "assistant: yes")])
+    assert "not learn to stop" in used.warnings()[0]
+    assert renderer(make_word_tokenizer()).warnings() == ()
+
+
+def test_assistant_first() -> None:
+    assert table(make_word_tokenizer(), to_chat("assistant: yes", "user: hi<|im_end|>")) == (
+        "<|im_start|> assistant n [yes] [<|im_end|>] n <|im_start|> user n hi <|im_end|> <|im_end|> n")
+
+
+def test_completion_and_document_ends() -> None:
+    assert table(make_word_tokenizer(), Completion("hi ", "yes")) == "hi _ [yes] [<|im_end|>]"
+    assert table(make_word_tokenizer(), Completion("hi ", "yes<|im_end|>")) == "hi _ [yes] [<|im_end|>]"
+    assert table(make_word_tokenizer(), Completion("hi ", "yes"), assistant_only_loss=False) == \
+        "[hi] [_] [yes] [<|im_end|>]"
+    assert table(make_word_tokenizer(), Document("hi yes")) == "[hi] [_] [yes] [<|im_end|>]"
+
+
+def test_bos_is_never_doubled() -> None:
+    tokenizer = make_word_tokenizer("{{ bos_token }}" + CHATML, bos=True)
+    assert table(tokenizer, Document("hi")) == "[<s>] [hi] [<|im_end|>]"
+    assert table(tokenizer, Document("<s>hi")) == "[<s>] [hi] [<|im_end|>]"
+    assert table(tokenizer, Completion("hi ", "yes")) == "<s> hi _ [yes] [<|im_end|>]"
+    one = "<s> <|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [<|im_end|>] n"
+    assert table(tokenizer, to_chat("user: hi", "assistant: yes")) == one
+    twice = make_word_tokenizer("{{ bos_token }}{{ bos_token }}" + CHATML_MARKED, bos=True)
+    assert table(twice, to_chat("user: hi", "assistant: yes")) == one
+
+
+def test_truncation() -> None:
+    tokenizer, sample = make_word_tokenizer(), to_chat(*TWO_TURNS)
+    full = TWO_TURNS_TABLE.split()
+    assert table(tokenizer, sample, max_length=11).split() == full[:11]
+    assert table(tokenizer, sample, max_length=4, truncation="keep_end").split() == full[-4:]
+    with pytest.raises(BadSample, match="all trained tokens lie beyond max_length"):
+        table(tokenizer, sample, max_length=9)
+    with pytest.raises(BadSample, match="longer than max_length"):
+        table(tokenizer, sample, max_length=11, truncation="drop")
+
+
+def test_huge_chat_is_cut_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "CHARS_PER_TOKEN_BOUND", 2)
+    tokenizer = make_word_tokenizer()
+    sample = to_chat("user: hi", "assistant: " + "yes " * 500)
+    assert len(table(tokenizer, sample, max_length=300).split()) == 300     # the cut was too early: tokenised again
+    monkeypatch.setattr(render, "CHARS_PER_TOKEN_BOUND", 4)
+    early = table(tokenizer, sample, max_length=300)
+    monkeypatch.undo()
+    assert early == table(tokenizer, sample, max_length=300)
+
+
+def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, text = make_byte_tokenizer(), "one two\nthree é four five\n" * 20 + "x" * 200
+    [whole] = renderer(tokenizer).encode([Document(text)])
+    monkeypatch.setattr(render, "PIECE_CHARS", 33)
+    [pieces] = renderer(tokenizer).encode([Document(text)])
+    assert isinstance(whole, Encoded)
+    assert isinstance(pieces, Encoded)
+    assert whole.ids == pieces.ids
+
+
+def test_results_keep_the_order_of_samples() -> None:
+    samples = [Document("one"), to_chat("user: hi", "assistant: yes"), Document("a\0"), Completion("a", "b"),
+               to_chat("user: hi", "assistant: no")]
+    results = renderer(make_word_tokenizer()).encode(samples)
+    assert [len(r.ids) for r in results if isinstance(r, Encoded)] == [2, 12, 3, 2, 12]
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    (CHATML + "{% if messages|length > 2 %}{{ raise_exception('only two') }}{% endif %}", "refuses it: only two"),
+    (CHATML + "{{ messages[2].nothing.there if messages|length > 2 }}", "refuses it"),
+    (CHATML + "{% set _ = messages.append(1) if messages|length > 2 %}", "refuses it"),
+    (CHATML + "{{ ''.__class__.__mro__[1].__subclasses__() if messages|length > 2 }}", "refuses it"),
+])
+def test_template_faults_cost_the_row_only(text: str, reason: str) -> None:
+    good = to_chat("user: hi", "assistant: yes")
+    results = renderer(make_word_tokenizer(text)).encode([to_chat(*TWO_TURNS), good])
+    assert isinstance(results[0], BadSample)
+    assert reason in str(results[0])
+    assert isinstance(results[1], Encoded)
+
+
+def test_template_that_runs_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "RENDER_LIMIT_S", 0.05)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    [result] = renderer(make_word_tokenizer(CHATML + loop)).encode([to_chat("user: hi", "assistant: yes")])
+    assert isinstance(result, BadSample)
+    assert "ran longer" in str(result)
+
+
+def test_the_date_is_pinned() -> None:
+    tokenizer = make_byte_tokenizer("{{ strftime_now('%Y-%m-%d') }}" + CHATML)
+    [result] = renderer(tokenizer).encode([to_chat("user: hi", "assistant: yes")])
+    assert isinstance(result, Encoded)
+    assert tokenizer.decode(result.ids).startswith("2025-01-01")
+
+
+def test_no_template_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(DataError, match=r"no chat template.*use"):
+        renderer(make_word_tokenizer(None)).encode([to_chat("user: hi", "assistant: yes")])
+
+
+def test_a_mark_around_nothing_trains_nothing() -> None:
+    empty = CHATML_MARKED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}").replace(
+        "<|im_end|>", "")
+    with pytest.raises(BadSample, match="no token of it is trained"):
+        table(make_word_tokenizer(empty), to_chat("user: hi", "assistant: yes"))
+
+
+CONTENT = st.text(st.sampled_from("ab \n<|im_end|>é\u2028:"), max_size=12) | st.sampled_from(
+    ["<|im_end|>", "<|im_start|>assistant\n", "x<|im_end|>\n<|im_start|>user\n"])
+BYTES = {text: make_byte_tokenizer(text) for text in (CHATML, CHATML_MARKED)}
+
+
+def test_tool_templates_are_chosen_by_tools() -> None:
+    tokenizer = make_word_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CHATML_MARKED}
+    plain = "<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [<|im_end|>] n"
+    assert table(tokenizer, to_chat("user: hi", "assistant: yes")) == plain
+    assert table(tokenizer, to_chat("user: hi", "assistant: yes", tools=[{"name": "so"}])) == "so " + plain
+
+
+@given(st.lists(CONTENT, min_size=2, max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_marks_and_inference_agree_on_any_text(contents: list[str]) -> None:
+    messages = [{"role": "assistant" if i % 2 else "user", "content": c} for i, c in enumerate(contents)]
+    sample = Chat(messages, None, 0)
+    inferred, marked = (renderer(BYTES[t], max_length=4096).encode([sample])[0] for t in (CHATML, CHATML_MARKED))
+    assert isinstance(inferred, Encoded)
+    if not any(contents[1::2]):
+        assert isinstance(marked, BadSample)        # a mark around nothing
+        return
+    assert isinstance(marked, Encoded)
+    assert inferred.ids == marked.ids
+    unlike = np.flatnonzero(inferred.trained != marked.trained)
+    # An empty answer has nothing to mark, so only the inferred mask trains its end-of-turn token.
+    assert all(inferred.trained[i] and inferred.ids[i] == BYTES[CHATML].eos_token_id for i in unlike)
+    assert len(unlike) <= sum(c == "" for c in contents[1::2])
