@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from megatrain.config import RunConfig
 from megatrain.data import MicroBatch, StepBatch
 from megatrain.engine import Engine, StepResult
-from megatrain.engine.engine import token_batch
 from megatrain.errors import UserError
 from megatrain.models.batch import TokenBatch
 from megatrain.optim import AdamW, LearningRateSchedule, count_warmup_steps, multiplier
@@ -62,14 +63,14 @@ def train(run: Run) -> Outcome:
     """Train from `start_step` to `num_steps`. Returns early, with everything saved, at SIGINT or SIGTERM."""
     config, schedule = run.config, lr_schedule(run.config, run.num_steps)
     step = run.start_step
-    with StopRequest() as stop, run.metrics as metrics:
+    with StopRequest() as stop, run.metrics:
         evaluate(run, step)
         for step in range(run.start_step + 1, run.num_steps + 1):
             started = time.perf_counter()
             batch = run.data.step(step - 1)
             hyper = hyper_of(config, schedule, step - 1)
             result = run.engine.train_step(token_batches(batch.micro_batches), batch.num_supervised, hyper)
-            metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
+            run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
             if not result.applied:
                 stop_or_skip(run, step, batch, result)
             last = step == run.num_steps or stop.signal is not None
@@ -107,7 +108,8 @@ def hyper_of(config: RunConfig, schedule: LearningRateSchedule, index: int) -> A
 
 def token_batches(micro_batches: Sequence[MicroBatch]) -> list[TokenBatch]:
     """The same micro-batches as tensors, without a copy."""
-    return [token_batch(m.input_ids_T, m.position_ids_T, m.document_ids_T, m.labels_T) for m in micro_batches]
+    arrays = [(m.input_ids_T, m.position_ids_T, m.document_ids_T, m.labels_T) for m in micro_batches]
+    return [TokenBatch(*map(torch.from_numpy, fields)) for fields in arrays]
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -136,5 +138,6 @@ def stop_or_skip(run: Run, step: int, batch: StepBatch, result: StepResult) -> N
     )
     if run.config.on_nan == "stop":
         run.metrics.say(text)
+        save(run, step - 1)
         raise UserError(f"{text}; lower learning_rate, look at these samples, or set on_nan: skip")
     run.metrics.say(f"{text}; skipped")

@@ -8,33 +8,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from megatrain.data import StepBatch
 from megatrain.engine import StepResult
 from megatrain.memory import peak_rss_bytes
+from megatrain.models.flops import hardware_flops, train_flops
+from megatrain.models.spec import ModelSpec
 from megatrain.train.progress import Display
 
 
 @dataclass(frozen=True)
-class Flops:
-    """Arithmetic of a run, for the figures of each step. `peak_per_s` None: not measured, so no MFU is claimed."""
+class Work:
+    """What the arithmetic of a step is counted from. `peak_flops_per_s` None: not measured, so no share is claimed."""
 
-    per_token: float  # model FLOPs of one token, forward and backward, without recomputation
-    peak_per_s: float | None
+    spec: ModelSpec
+    recomputed: tuple[bool, ...]  # one a block
+    peak_flops_per_s: float | None
+
+    def figures(self, batch: StepBatch, step_s: float) -> dict[str, float | None]:
+        """model_tflops (per second, useful work only), and the shares of the peak that useful and all work reach."""
+        lengths = document_lengths(batch)
+        padding = sum(len(m.input_ids_T) - m.num_tokens for m in batch.micro_batches)
+        useful = train_flops(self.spec, lengths) / step_s
+        done = hardware_flops(self.spec, lengths, padding, self.recomputed) / step_s
+        peak = self.peak_flops_per_s
+        return {
+            "model_tflops": round(useful / 1e12, 6),
+            "mfu": None if peak is None else round(useful / peak, 6),
+            "hfu": None if peak is None else round(done / peak, 6),
+        }
+
+
+def document_lengths(batch: StepBatch) -> list[int]:
+    """Tokens of every document of a step, padding left out."""
+    counts = [np.bincount(m.document_ids_T[: m.num_tokens]) for m in batch.micro_batches]
+    return [int(length) for count in counts for length in count]
 
 
 class Metrics:
     """Writes what happened. Nothing is filtered: a NaN is logged as "nan"."""
 
     def __init__(
-        self, jsonl: Path, log: Path, screen: Display, device: torch.device, flops: Flops, logging_steps: int
+        self, jsonl: Path, log: Path, screen: Display, device: torch.device, work: Work, logging_steps: int
     ) -> None:
         self._jsonl = jsonl.open("a", encoding="utf-8")
         self._log = log.open("a", encoding="utf-8")
         self._screen = screen
         self._device = device
-        self._flops = flops
+        self._work = work
         self._logging_steps = logging_steps
 
     def __enter__(self) -> Metrics:
@@ -68,7 +91,6 @@ class Metrics:
         self, step: int, batch: StepBatch, learning_rate: float, result: StepResult, step_s: float
     ) -> dict[str, object]:
         """The object that metrics.jsonl gets."""
-        flops = self._flops.per_token * batch.num_tokens / step_s
         cuda = self._device.type == "cuda"
         return {
             "step": step,
@@ -80,11 +102,11 @@ class Metrics:
             "supervised_tokens": batch.num_supervised,
             "step_s": round(step_s, 6),
             "tokens_per_s": round(batch.num_tokens / step_s, 3),
-            "model_tflops": round(flops / 1e12, 6),
-            "mfu": None if self._flops.peak_per_s is None else round(flops / self._flops.peak_per_s, 6),
+            **self._work.figures(batch, step_s),
             "lanes": {lane: round(seconds, 6) for lane, seconds in result.lanes_s.items()},
             "peak_hbm_bytes": torch.cuda.max_memory_reserved(self._device) if cuda else 0,
             "peak_ram_bytes": peak_rss_bytes(),
+            "disk_written_bytes": written_bytes(),
         }
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
@@ -92,6 +114,13 @@ class Metrics:
         self.say(f"step {step}  eval_loss {loss:.4f}  ({tokens} tokens)")
         self._jsonl.write(json.dumps({"step": step, "eval_loss": _json_number(loss), "eval_tokens": tokens}) + "\n")
         self._jsonl.flush()
+
+
+def written_bytes(process: Path = Path("/proc/self/io")) -> int | None:
+    """Bytes this process has sent to storage since it started; None where the kernel does not count them."""
+    if not process.exists():
+        return None
+    return int(process.read_text().partition("\nwrite_bytes: ")[2].partition("\n")[0])
 
 
 def lanes_text(lanes_s: dict[str, float]) -> str:

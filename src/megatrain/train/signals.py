@@ -24,7 +24,7 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None:
             # No clean-up: a checkpoint is whole or not there, locks and device memory end with the process.
             os.write(sys.stderr.fileno(), b"\nmegatrain: second signal, aborted; the last saved step stands\n")

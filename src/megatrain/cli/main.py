@@ -1,0 +1,107 @@
+"""The verbs. Each imports its room when it is called, so that `--help` needs no torch.
+
+Exit codes: 0 done; 1 the plan does not fit; 2 a mistake the user can mend; 130 and 143 stopped by a signal, all saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from megatrain import __version__
+from megatrain.errors import UserError
+
+app = typer.Typer(
+    name="megatrain",
+    help="Trains language models far larger than GPU memory, at full precision.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Look at training data.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists the keys.", metavar="CONFIG")]
+RunPath = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
+Words = Annotated[list[str] | None, typer.Argument(help="Keys that replace those of the file.", metavar="KEY=VALUE")]
+Allow = Annotated[list[str] | None, typer.Option(help="Key that may differ from the run that is resumed.", metavar="KEY")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"megatrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def megatrain(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Trains language models far larger than GPU memory, at full precision."""
+
+
+@app.command()
+def train(config: ConfigFile, words: Words = None, allow: Allow = None) -> None:
+    """Train as CONFIG says; goes on where a run in its output_dir stopped."""
+    from megatrain.cli.assemble import train_config
+    from megatrain.config import read_config
+
+    raise typer.Exit(train_config(read_config(config, words or ()), frozenset(allow or ())))
+
+
+@app.command()
+def resume(run: RunPath, words: Words = None, allow: Allow = None) -> None:
+    """Go on with RUN from its newest valid checkpoint."""
+    from megatrain.cli.assemble import resume_run
+
+    raise typer.Exit(resume_run(run, words or (), frozenset(allow or ())))
+
+
+@app.command()
+def plan(config: ConfigFile, words: Words = None, json: Json = False) -> None:
+    """Say where every byte of a run will be, and whether it fits. Loads no weights."""
+    from megatrain.cli.assemble import show_plan
+    from megatrain.config import read_config
+
+    raise typer.Exit(show_plan(read_config(config, words or ()), as_json=json))
+
+
+@app.command()
+def export(
+    run: RunPath,
+    folder: Annotated[Path, typer.Argument(help="New folder for the model.", metavar="FOLDER")],
+    dtype: Annotated[str, typer.Option(help="float32 (the exact masters) or bfloat16.")] = "bfloat16",
+) -> None:
+    """Write RUN's newest model as a folder that transformers and vLLM open unchanged."""
+
+    raise typer.Exit(export_run(run, folder, dtype))
+
+
+@data_app.command()
+def preview(config: ConfigFile, words: Words = None) -> None:
+    """Show what would be trained: format, three rows with the trained text marked, lengths, rows left out."""
+    from megatrain.cli.assemble import preview_data
+    from megatrain.config import read_config
+
+    raise typer.Exit(preview_data(read_config(config, words or ())))
+
+
+def main() -> None:
+    """The `megatrain` command: a mistake of the user is one sentence on stderr and exit code 2, never a traceback."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(standalone_mode=False)
+    except UserError as error:
+        print(f"megatrain: {error}", file=sys.stderr)
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(code)

@@ -1,0 +1,93 @@
+"""What the verbs print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.text import Text
+
+from megatrain.config import RunConfig, yaml_scalar
+from megatrain.data import PreviewRow, Report
+from megatrain.hardware import Machine
+from megatrain.models.spec import ModelSpec
+from megatrain.planner import MemoryTable
+from megatrain.planner.table import TIERS, gib
+from megatrain.schedule.plan import Plan
+
+
+def config_lines(config: RunConfig) -> list[str]:
+    """Every key that is not at its default, under our own name, and a line for the precision."""
+    defaults = RunConfig(model="-", dataset="-").model_dump(mode="json")
+    table = config.model_dump(mode="json")
+    changed = [f"  {key}: {yaml_scalar(value)}" for key, value in table.items() if value != defaults[key]]
+    masters = "hi (bf16, computes) + lo (int16)" if config.precision == "bf16" else "the compute weight itself"
+    return [
+        "config (all keys: config.yaml in the run folder)",
+        *changed,
+        f"precision: {config.precision} compute, exact fp32 masters ({masters}), fp32 gradient sums and moments",
+    ]
+
+
+def machine_line(machine: Machine) -> str:
+    """The machine in one line."""
+    hbm = f"{gib(machine.hbm_free_bytes)} of {gib(machine.hbm_total_bytes)} HBM free, " if machine.hbm_total_bytes else ""
+    return (
+        f"machine: {machine.device_name}, {hbm}{gib(machine.ram_available_bytes)} of {gib(machine.ram_total_bytes)} "
+        f"RAM available, {machine.num_cores} cores ({machine.isa})"
+    )
+
+
+def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
+    """The model, the choices, the memory table and the verdict."""
+    resident = sum(block.state == "hbm" for block in plan.blocks)
+    kept = sum(block.activations == "keep" for block in plan.blocks)
+    return [
+        f"model: {spec.architecture}, {spec.num_parameters:,} parameters, {len(plan.blocks)} blocks, "
+        f"{'tied' if spec.tied else 'untied'} embeddings",
+        f"plan: {len(plan.blocks) - resident} blocks stream through {plan.weight_slots} slots, {resident} stay in HBM; "
+        f"{kept} keep their activations; rounds of {plan.round_micro_batches} micro-batches",
+        *table.lines(),
+        f"verdict: {table.overall}",
+    ]
+
+
+def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine) -> dict[str, object]:
+    """The same as one JSON object; plan.json of the run folder."""
+    return {
+        "verdict": table.overall,
+        "num_parameters": table.num_parameters,
+        "architecture": spec.architecture,
+        "memory": [asdict(row) for row in table.rows],
+        "totals": {tier: table.total_bytes(tier) for tier in TIERS},
+        "budgets": dict(table.budgets),
+        "peak_phase": table.peak,
+        "plan": asdict(plan),
+        "machine": asdict(machine),
+    }
+
+
+def show_preview(report: Report, rows: Sequence[PreviewRow]) -> None:
+    """Format, rows, trained share and histogram; trained text is green and between ⟦ ⟧, so that pipes show it too."""
+    console = Console(highlight=False)
+    console.print(
+        f"format {report.format}: {report.rows_in} rows read, {report.rows_out} used, {report.num_tokens:,} tokens, "
+        f"{report.trained_share:.1%} trained, {report.num_truncated} cut, longest {report.longest_tokens} tokens"
+    )
+    for row in rows:
+        console.print(f"\n{row.file}:{row.line}  {row.num_tokens} tokens, {row.num_trained} trained", markup=False)
+        text = Text()
+        for piece, trained in row.pieces:
+            text.append(f"⟦{piece}⟧" if trained else piece, style="green" if trained else "dim")
+        console.print(text)
+    console.print("\nlengths (tokens, at most: samples)")
+    most = max(report.length_histogram.values(), default=1)
+    for bound, count in sorted(report.length_histogram.items()):
+        console.print(f"  {bound:>8}  {count:>8}  {'█' * max(1, round(40 * count / most))}")
+    for reason, count in report.reasons.items():
+        console.print(f"left out: {count} rows: {reason}", markup=False)
+    for bad in report.bad_rows[:5]:
+        console.print(f"  {bad.file}:{bad.line}: {bad.reason}", markup=False)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", markup=False)
