@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.models.batch import TokenBatch
 from megatrain.models.loss import head_backward
+from megatrain.models.recorders import LayerCalls
 from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
 
@@ -23,19 +24,27 @@ class PlainStep:
     """A model, its optimizer, and `step`."""
 
     def __init__(
-        self, config: PretrainedConfig, hyper: AdamW, *, loss_chunk_tokens: int, keep: bool, compiled: bool
+        self,
+        config: PretrainedConfig,
+        hyper: AdamW,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        loss_chunk_tokens: int,
+        keep: bool,
+        compiled: bool,
     ) -> None:
-        device = torch.device("cuda")
         self.chunk_tokens = loss_chunk_tokens
         self.keep = keep
-        self.template = ModelTemplate(config, device, torch.bfloat16)
+        self.template = ModelTemplate(config, device, dtype)
+        if compiled:
+            self.template.compile_blocks()
         with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="megatrain")
-        self.model.to(device).train()
-        self.layers = list(self.model.model.layers)
-        self.calls = [torch.compile(layer, dynamic=False) if compiled else layer for layer in self.layers]
-        self.params = [p for p in self.model.parameters()]
-        self.masters = [p.detach().float() for p in self.params]
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="megatrain")
+        self.layers = [dict(layer.named_parameters()) for layer in self.model.model.layers]
+        self.params = list(self.model.parameters())
+        # fp32: the parameter is its own master
+        self.masters = [p.detach().float() for p in self.params] if dtype == torch.bfloat16 else self.params
         for param, master in zip(self.params, self.masters, strict=True):
             param.grad_dtype = torch.float32
             param.grad = torch.zeros_like(master)
@@ -53,7 +62,8 @@ class PlainStep:
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0, foreach=True)
         self.optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.params, self.masters)
+            if self.masters is not self.params:
+                torch._foreach_copy_(self.params, self.masters)
             torch._foreach_zero_([p.grad for p in self.params])
 
     def _micro_batch(self, batch: TokenBatch, inv_denominator: float) -> None:
@@ -61,15 +71,15 @@ class PlainStep:
             weights = {"embed_tokens.weight": self.model.model.embed_tokens.weight}
             _, calls = self.template.embed(weights, batch)
         h = self.model.model.embed_tokens(batch.input_ids_T[None])
-        for layer, call in zip(self.calls, calls, strict=True):
-            h = self._layer(layer, h, call)
+        for index, weights in enumerate(self.layers):
+            h = self._layer(index, weights, h, calls)
         leaf = h.detach()
         grads = {name: p.grad for name, p in self.head_w.items()}
         plain = {name: p.detach() for name, p in self.head_w.items()}
         _, dh = head_backward(self.template, plain, grads, leaf, batch.labels_T, inv_denominator, self.chunk_tokens)
         h.backward(dh)
 
-    def _layer(self, layer: torch.nn.Module, h: Tensor, call: object) -> Tensor:
+    def _layer(self, index: int, weights: dict[str, Tensor], h: Tensor, calls: LayerCalls) -> Tensor:
         if self.keep:
-            return layer(h, **call.kwargs)
-        return checkpoint(layer, h, use_reentrant=False, **call.kwargs)
+            return self.template.apply_block(index, weights, h, calls)
+        return checkpoint(self.template.apply_block, index, weights, h, calls, use_reentrant=False)

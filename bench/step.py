@@ -2,7 +2,7 @@
 
 Random weights, random tokens. Systems:
   megatrain            this engine under --hbm, placed by the planner or by --place
-  pytorch-hbm          the same layer code, kernels and recompute policy, weights and AdamW state in HBM
+  pytorch-hbm          the same layer code, kernels and recompute, everything in HBM (on a CPU: in its memory)
   pytorch-hbm-keep     the same without recompute
 One JSON line a system is appended to bench/results/<machine>.jsonl.
 """
@@ -24,11 +24,14 @@ from transformers import AutoConfig, PretrainedConfig
 
 from bench.baseline import PlainStep
 from bench.presets import PRESETS
-from bench.results import append_result
+from bench.results import machine, record
 from megatrain.engine import Engine, Numerics
+from megatrain.memory.limits import peak_rss_bytes
 from megatrain.models.batch import TokenBatch
-from megatrain.models.flops import step_flops
+from megatrain.models.flops import hardware_flops, train_flops
 from megatrain.models.layout import layout_of
+from megatrain.models.spec import ModelSpec
+from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -42,7 +45,7 @@ class Timing:
     """Seconds of the measured steps, and what they peaked at."""
 
     steps_s: tuple[float, ...]
-    peak_hbm_bytes: int
+    peak_hbm_bytes: int | None
     lanes_s: dict[str, float]
     start_s: float
 
@@ -54,15 +57,28 @@ def measure(step: Callable[[], dict[str, float]], warm_s: float, steps: int) -> 
     start_s = time.perf_counter() - started
     while time.perf_counter() - started < warm_s + start_s:
         step()
-    torch.cuda.synchronize()
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    synchronize()
     steps_s, lanes = [], {}
     for _ in range(steps):
         before = time.perf_counter()
         lanes = step()
-        torch.cuda.synchronize()
+        synchronize()
         steps_s.append(time.perf_counter() - before)
-    return Timing(tuple(steps_s), total_bytes - free_bytes, lanes, start_s)
+    return Timing(tuple(steps_s), used_hbm_bytes(), lanes, start_s)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def used_hbm_bytes() -> int | None:
+    """Device memory in use, as the driver reports it. Arenas and pool only grow, so after a step it is the peak."""
+    if not torch.cuda.is_available():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes
 
 
 def random_batches(vocab: int, tokens: int, sequence: int, count: int, device: torch.device) -> list[TokenBatch]:
@@ -105,14 +121,14 @@ def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: 
 
 def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch]) -> Timing:
     """The engine over random weights."""
-    device = torch.device("cuda")
-    template = ModelTemplate(config, device, torch.bfloat16)
+    device, dtype = torch.device(args.device), compute_dtype(args)
+    template = ModelTemplate(config, device, dtype)
     if not args.eager:
         template.compile_blocks()
     plan = make_plan(template, args, len(batches))
     layouts = [layout_of(segment) for segment in template.spec.segments]
     before = time.perf_counter()
-    store = SegmentStore(layouts, "bf16", plan, device)
+    store = SegmentStore(layouts, args.precision, plan, device)
     randomise(store, device)
     print(f"store: {time.perf_counter() - before:.1f} s", flush=True)
     numerics = Numerics(args.micro_batch_tokens, args.loss_chunk, 1.0)
@@ -145,7 +161,10 @@ def randomise(store: SegmentStore, device: torch.device) -> None:
 
 def run_plain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch], keep: bool) -> Timing:
     """The same layers in HBM by plain PyTorch."""
-    plain = PlainStep(config, HYPER, loss_chunk_tokens=args.loss_chunk, keep=keep, compiled=not args.eager)
+    plain = PlainStep(
+        config, HYPER, torch.device(args.device), compute_dtype(args), loss_chunk_tokens=args.loss_chunk, keep=keep,
+        compiled=not args.eager,
+    )  # fmt: skip
     supervised = int(sum((b.labels_T != -100).sum().item() for b in batches))
 
     def step() -> dict[str, float]:
@@ -153,6 +172,10 @@ def run_plain(config: PretrainedConfig, args: argparse.Namespace, batches: Seque
         return {}
 
     return measure(step, args.warm, args.steps)
+
+
+def compute_dtype(args: argparse.Namespace) -> torch.dtype:
+    return torch.bfloat16 if args.precision == "bf16" else torch.float32
 
 
 def load_config(args: argparse.Namespace) -> PretrainedConfig:
@@ -171,6 +194,8 @@ def load_config(args: argparse.Namespace) -> PretrainedConfig:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench step", description=__doc__)
     parser.add_argument("--model", default="llama-3-8b", help=f"one of {', '.join(PRESETS)}, or a model folder")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
@@ -188,47 +213,58 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warm", type=float, default=30.0)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trace", default="")
-    parser.add_argument("--out", default="")
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     """Measure the systems asked for, one after another, and append a line each."""
     args = parse(argv)
     config = load_config(args)
-    device = torch.device("cuda")
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    device = torch.device(args.device)
     count = args.tokens // args.micro_batch_tokens
     batches = random_batches(config.vocab_size, args.micro_batch_tokens, args.seq, count, device)
-    flops = step_flops(
-        ModelTemplate(config, torch.device("meta"), torch.bfloat16).spec, [args.seq] * (args.tokens // args.seq)
-    )
+    spec = model_spec(config)
     for system in args.systems.split(","):
         gc.collect()
-        torch.cuda.empty_cache()
-        capped = system == "megatrain" and args.hbm_gib
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.hbm_gib * 2**30 / total_bytes) if capped else 1.0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            total_bytes = torch.cuda.get_device_properties(device).total_memory
+            capped = system == "megatrain" and args.hbm_gib
+            torch.cuda.set_per_process_memory_fraction(min(1.0, args.hbm_gib * 2**30 / total_bytes) if capped else 1.0)
         if system == "megatrain":
             timing = run_megatrain(config, args, batches)
         else:
             timing = run_plain(config, args, batches, keep=system.endswith("keep"))
-        append_result(row(args, config, system, timing, flops, len(batches)), out=args.out)
+        record("step", row(args, spec, system, timing, len(batches)), on=machine_name(device))
         torch._dynamo.reset()
+    return 0
+
+
+def machine_name(device: torch.device) -> str:
+    """GPU and processor, as the results file is named."""
+    name = f"{torch.cuda.get_device_name()}-{machine()}" if device.type == "cuda" else machine()
+    return name.replace(" ", "-")
 
 
 def row(
-    args: argparse.Namespace, config: PretrainedConfig, system: str, timing: Timing, flops: float, count: int
+    args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, count: int
 ) -> dict[str, object]:
+    """The figures of one system. Useful FLOPs: active parameters and causal attention, no recompute."""
     step_s = statistics.median(timing.steps_s)
+    keep = args.keep or system.endswith("keep")
+    documents = [args.seq] * (args.tokens // args.seq)
+    hardware = hardware_flops(spec, documents, 0, [not keep] * len(spec.blocks))
     result = {
-        "bench": "step", "system": system, "model": args.model, "layers": config.num_hidden_layers,
+        "system": system, "model": args.model, "layers": len(spec.blocks),
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
         "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None, "resident": args.resident,
-        "activations": "keep" if args.keep or system.endswith("keep") else "recompute",
-        "deterministic": True, "aliased": False,
+        "activations": "keep" if keep else "recompute",
+        "precision": args.precision, "deterministic": True, "aliased": False,
         "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),
-        "tokens_per_s": args.tokens / step_s, "model_tflops": flops / step_s / 1e12,
-        "peak_hbm_bytes": timing.peak_hbm_bytes, "lanes": timing.lanes_s, "start_s": timing.start_s,
+        "tokens_per_s": args.tokens / step_s, "model_tflops": train_flops(spec, documents) / step_s / 1e12,
+        "hardware_tflops": hardware / step_s / 1e12,
+        "peak_hbm_bytes": timing.peak_hbm_bytes, "peak_ram_bytes": peak_rss_bytes(),
+        "lanes": timing.lanes_s, "start_s": timing.start_s,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     return result

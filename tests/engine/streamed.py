@@ -35,13 +35,17 @@ class Placement:
     threads: int = 1
 
 
+TWO_SLOTS = Placement()
+
+
 def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
     """A plan of `placement` for `spec`."""
 
     def segment(name: str, kind: str, trainable: bool) -> SegmentPlan:
         at_home = name in placement.resident
         own = at_home or kind != "block" or name in placement.own
-        plan = SegmentPlan(name, kind, trainable, activations="keep" if placement.keep and kind == "block" else "recompute")
+        keep = placement.keep and kind == "block"
+        plan = SegmentPlan(name, kind, trainable, activations="keep" if keep else "recompute")
         if own:
             plan = replace(plan, weights="own", grads="own")
         return replace(plan, state="hbm") if at_home else plan
@@ -60,7 +64,7 @@ class Streamed:
         micro_batch_tokens: int,
         *,
         precision: str,
-        placement: Placement = Placement(),
+        placement: Placement = TWO_SLOTS,
         max_grad_norm: float | None = 1.0,
         chaos: Chaos | None = None,
         device: str = "cpu",

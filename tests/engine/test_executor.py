@@ -31,32 +31,32 @@ def run(ops, handlers):
 def test_a_wait_is_kept_across_lanes():
     seen = []
 
-    def slow(op: Op) -> None:
+    def slow(_op: Op) -> None:
         time.sleep(0.05)
         seen.append("fetched")
 
     ops = [op(Kind.FETCH, Lane.H2D, records="f1"), op(Kind.FORWARD, Lane.COMPUTE, waits=("f1",))]
-    run(ops, {Kind.FETCH: slow, Kind.FORWARD: lambda op: seen.append("forward")})
+    run(ops, {Kind.FETCH: slow, Kind.FORWARD: lambda _: seen.append("forward")})
     assert seen == ["fetched", "forward"]
 
 
 def test_a_slow_update_of_a_late_layer_does_not_delay_an_early_forward():
     update_may_end, forward_done = threading.Event(), threading.Event()
 
-    def update(op: Op) -> None:
+    def update(_op: Op) -> None:
         assert update_may_end.wait(5)
 
-    def forward(op: Op) -> None:
+    def forward(_op: Op) -> None:
         forward_done.set()
         update_may_end.set()  # only a forward that did not wait for the update can let it end
 
     ops = [op(Kind.UPDATE, Lane.HOST, records="u"), op(Kind.FORWARD, Lane.COMPUTE), op(Kind.FETCH, Lane.H2D, ("u",))]
-    run(ops, {Kind.UPDATE: update, Kind.FORWARD: forward, Kind.FETCH: lambda op: None})
+    run(ops, {Kind.UPDATE: update, Kind.FORWARD: forward, Kind.FETCH: lambda _: None})
     assert forward_done.is_set()
 
 
 def test_an_error_on_any_lane_reaches_the_caller_and_nothing_hangs():
-    def broken(op: Op) -> None:
+    def broken(_op: Op) -> None:
         raise RuntimeError("lane broke")
 
     ops = [op(Kind.UPDATE, Lane.HOST, records="u"), op(Kind.FETCH, Lane.H2D, waits=("u",), records="f")]
@@ -64,7 +64,7 @@ def test_an_error_on_any_lane_reaches_the_caller_and_nothing_hangs():
     forwards = []
     started = time.perf_counter()
     with pytest.raises(RuntimeError, match="lane broke"):
-        run(ops, {Kind.UPDATE: broken, Kind.FETCH: lambda op: None, Kind.FORWARD: forwards.append})
+        run(ops, {Kind.UPDATE: broken, Kind.FETCH: lambda _: None, Kind.FORWARD: forwards.append})
     assert time.perf_counter() - started < 5
     assert forwards == []
 
@@ -88,7 +88,7 @@ def test_the_executor_serves_again_after_an_error():
 
 
 def test_trace_counts_busy_seconds_by_lane():
-    trace = run([op(Kind.UPDATE, Lane.HOST)], {Kind.UPDATE: lambda op: time.sleep(0.02)})
+    trace = run([op(Kind.UPDATE, Lane.HOST)], {Kind.UPDATE: lambda _: time.sleep(0.02)})
     busy_s = trace.busy_s()
     assert 0.02 <= busy_s["host"] < 1
     assert busy_s["compute"] == 0
@@ -96,7 +96,7 @@ def test_trace_counts_busy_seconds_by_lane():
 
 def test_closing_leaves_no_thread():
     before = set(threading.enumerate())
-    run([op(Kind.FORWARD, Lane.COMPUTE)], {Kind.FORWARD: lambda op: None})
+    run([op(Kind.FORWARD, Lane.COMPUTE)], {Kind.FORWARD: lambda _: None})
     assert set(threading.enumerate()) == before
 
 

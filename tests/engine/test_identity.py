@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests import reference
-from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
-from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
 
 from megatrain.engine.chaos import Chaos
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
+from tests import reference
+from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
+from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
 
 TOKENS = 40
 HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(3)]
+TWO_SLOTS = Placement()
 PLACEMENTS = {
-    "two slots": Placement(),
+    "two slots": TWO_SLOTS,
     "four slots, one gradient slot": Placement(weight_slots=4, grad_slots=1),
     "three rounds": Placement(round_micro_batches=2),
     "a round a micro-batch": Placement(round_micro_batches=1, weight_slots=3),
@@ -36,7 +37,7 @@ def batches(seed: int = 0):
     return [[tiny_batch(cut, seed=seed + 10 * step + i) for i, cut in enumerate(lengths)] for step in range(3)]
 
 
-def streamed(family: str, precision: str, placement: Placement = Placement(), chaos: Chaos | None = None):
+def streamed(family: str, precision: str, placement: Placement = TWO_SLOTS, chaos: Chaos | None = None):
     config = tiny_config(family)
     masters = tiny_masters(model_spec(config))
     run = Streamed(config, masters, TOKENS, precision=precision, placement=placement, chaos=chaos)
@@ -94,7 +95,7 @@ def _fitting(family: str, placement: Placement) -> Placement:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_chaos_changes_no_bit(seed, plain):
-    placement = [Placement(), Placement(round_micro_batches=2), Placement(keep=True, weight_slots=3)][seed % 3]
+    placement = [TWO_SLOTS, Placement(round_micro_batches=2), Placement(keep=True, weight_slots=3)][seed % 3]
     _, state = streamed("gemma3", "fp32", placement, Chaos(seed, max_delay_s=0.001))
     assert same_bytes(state, plain("gemma3", "fp32").state) == []
 
@@ -123,7 +124,8 @@ def test_a_non_finite_step_applies_nothing():
     run = Streamed(config, broken, TOKENS, precision="fp32")
     before = run.state()
     (result,) = run.train(batches()[:1], HYPERS[:1])
-    assert not result.applied and result.bad_tensor is not None
+    assert not result.applied
+    assert result.bad_tensor is not None
     assert same_bytes(before, run.state()) == []
     assert run.engine.applied_steps == 0
     run.close()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megatrain import optim
@@ -15,7 +14,7 @@ from megatrain.engine.executor import Executor
 from megatrain.engine.handlers import Handlers, Step
 from megatrain.engine.lanes import lane_devices
 from megatrain.engine.places import Places
-from megatrain.engine.rules import HostRule, Rule
+from megatrain.engine.rules import HostRule, Rule, ThroughHost
 from megatrain.engine.trace import Trace
 from megatrain.models.batch import TokenBatch
 from megatrain.models.template import ModelTemplate
@@ -82,9 +81,7 @@ class Engine:
         self._pending = False
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
 
-    def train_step(
-        self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW
-    ) -> StepResult:
+    def train_step(self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW) -> StepResult:
         """Forward, backward and norm of one optimizer step; its update is left pending.
 
         `num_supervised` is the step's number of supervised tokens, over all micro-batches; it must be positive.
@@ -154,12 +151,5 @@ class Engine:
         return TokenBatch(*(tensor.to(self._device) for tensor in batch))
 
 
-def token_batch(input_ids: np.ndarray, position_ids: np.ndarray, document_ids: np.ndarray, labels: np.ndarray) -> TokenBatch:
-    """A TokenBatch over numpy arrays, without a copy."""
-    return TokenBatch(*(torch.from_numpy(array) for array in (input_ids, position_ids, document_ids, labels)))
-
-
 def _device_rule(device: torch.device, host_rule: HostRule) -> Rule:
-    if device.type != "cuda":
-        return host_rule
-    raise NotImplementedError
+    return host_rule if device.type != "cuda" else ThroughHost(host_rule)

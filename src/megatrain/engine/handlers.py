@@ -179,7 +179,7 @@ class Handlers:
         layout = self.store.layouts[op.segment]
         self.step.sums[op.segment] = self.device_rule.sums(layout, self.places.flat(op.reads[0], op.segment))
 
-    def clip(self, op: Op) -> None:
+    def clip(self, _op: Op) -> None:
         assert self.step.hyper is not None
         sums: dict[str, float] = {}
         for segment, values in self.step.sums.items():

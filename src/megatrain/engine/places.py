@@ -52,7 +52,7 @@ def place_bytes(
 
 
 class Places:
-    """Tensors of the named places, on the compute device. Views are made once and kept: binding costs a dict look-up."""
+    """Tensors of the named places, on the compute device. Views are made once: binding costs a dict look-up."""
 
     def __init__(
         self,
@@ -94,11 +94,12 @@ class Places:
     def tied_grad(self) -> Tensor:
         """The head's gradient sum for a tied embedding, (V, D) fp32."""
         assert self.tied is not None
-        return self.arena.view(str(TIED_GRAD), self.tied.tensor.num_elements, torch.float32).view(self.tied.tensor.shape)
+        tensor = self.tied.tensor
+        return self.arena.view(str(TIED_GRAD), tensor.num_elements, torch.float32).view(tensor.shape)
 
     def hidden(self, place: Place) -> Tensor:
         """A boundary activation or its gradient, (1, T, D)."""
-        assert place.micro_batch is not None and place.pool in ("act", "dact"), place
+        assert place.pool in ("act", "dact"), place
         count = self._hidden_shape[1] * self._hidden_shape[2]
         return self.arena.view(self._slot(place), count, self._dtype).view(self._hidden_shape)
 

@@ -60,3 +60,21 @@ class HostRule:
                 for e in trainable_entries(layout)
             ]
         )
+
+
+class ThroughHost:
+    """TEMPORARY: the host rule over copies."""
+
+    def __init__(self, rule: HostRule) -> None:
+        self.rule = rule
+
+    def update(self, layout, w, lo, m, v, g, scalars) -> None:
+        there = [w, lo, m, v]
+        here = [None if t is None else t.cpu() for t in there]
+        self.rule.update(layout, *here, g.cpu(), scalars)
+        for t, h in zip(there, here, strict=True):
+            if t is not None:
+                t.copy_(h)
+
+    def sums(self, layout, g):
+        return self.rule.sums(layout, g.cpu())

@@ -25,7 +25,8 @@ class TraceRow:
 def _between_s(start: Mark, end: Mark) -> float:
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return start.elapsed_time(end) / 1000.0
-    assert isinstance(start, float) and isinstance(end, float), "two marks of one clock"
+    assert isinstance(start, float), "two marks of one clock"
+    assert isinstance(end, float), "two marks of one clock"
     return end - start
 
 

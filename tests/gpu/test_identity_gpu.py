@@ -1,0 +1,110 @@
+"""On a GPU: the engine equals the reference loop, itself from run to run, and itself under every placement and chaos."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.engine.chaos import Chaos
+from megatrain.models.spec_of import model_spec
+from megatrain.optim import AdamW
+from tests import reference
+from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
+from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 256
+STEPS = 10
+HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(STEPS)]
+ALL_AT_HOME = frozenset({"EMBED", "L000", "L001", "L002", "HEAD"})
+PLACEMENTS = {
+    "two slots": Placement(threads=4),
+    "three slots, two rounds": Placement(weight_slots=3, grad_slots=1, round_micro_batches=2),
+    "kept": Placement(keep=True),
+    "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
+    "everything at home, kept": Placement(resident=ALL_AT_HOME, keep=True),
+}
+
+
+def batches(steps: int = STEPS):
+    """Steps of 3 micro-batches of 256 tokens in uneven documents."""
+    lengths = [(100, 156), (256,), (17, 19, 120, 100)]
+    return [[tiny_batch(cut, seed=10 * step + i) for i, cut in enumerate(lengths)] for step in range(steps)]
+
+
+def streamed(family: str, precision: str, placement: Placement, *, chaos: Chaos | None = None, compiled: bool = False):
+    config = tiny_config(family)
+    names = {segment.name for segment in model_spec(config).segments}
+    placement = replace(placement, resident=placement.resident & names)
+    masters = tiny_masters(model_spec(config))
+    run = Streamed(
+        config, masters, TOKENS, precision=precision, placement=placement, chaos=chaos, device="cuda", compiled=compiled
+    )
+    try:
+        return run.train(batches(), HYPERS), run.state()
+    finally:
+        run.close()
+
+
+def plain(family: str, precision: str, prepare=lambda model: None) -> reference.Result:
+    config = tiny_config(family)
+    return reference.train(
+        config, tiny_masters(model_spec(config)), batches(), HYPERS, precision=precision, max_grad_norm=1.0,
+        chunk_tokens=CHUNK_TOKENS, attn_implementation="megatrain", device="cuda", prepare=prepare,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_runs_and_the_reference_agree(family, precision):
+    results, state = streamed(family, precision, PLACEMENTS["two slots"])
+    _, again = streamed(family, precision, PLACEMENTS["two slots"])
+    assert same_bytes(state, again) == []
+    want = plain(family, precision)
+    assert [r.loss for r in results] == want.losses
+    assert [r.grad_norm for r in results] == want.grad_norms
+    assert same_bytes(state, want.state) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["smollm2", "gemma3"])
+def test_no_placement_changes_a_bit(family, precision):
+    states = {name: streamed(family, precision, placement)[1] for name, placement in PLACEMENTS.items()}
+    for name, state in states.items():
+        assert same_bytes(state, states["two slots"]) == [], name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_compiled_equals_the_compiled_reference_under_every_placement(family):
+    def compile_layers(model: nn.Module) -> None:
+        torch._inductor.config.emulate_precision_casts = True
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+
+    want = plain(family, "bf16", compile_layers).state
+    for name, placement in PLACEMENTS.items():
+        _, state = streamed(family, "bf16", placement, compiled=True)
+        assert same_bytes(state, want) == [], name
+
+
+def test_fifty_seeds_of_chaos_change_no_bit():
+    want = streamed("gemma3", "bf16", PLACEMENTS["two slots"])[1]
+    placements = list(PLACEMENTS.values())
+    for seed in range(50):
+        _, state = streamed("gemma3", "bf16", placements[seed % len(placements)], chaos=Chaos(seed, max_delay_s=0.0005))
+        assert same_bytes(state, want) == [], f"seed {seed}"
+
+
+def test_no_device_memory_is_allocated_after_the_second_step():
+    config = tiny_config("llama")
+    run = Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="bf16", device="cuda")
+    steps = batches()
+    run.train(steps[:2], HYPERS[:2])
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    run.train(steps[2:], HYPERS[2:])
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+    run.close()
