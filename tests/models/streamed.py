@@ -22,12 +22,13 @@ class Homes:
     def __init__(self, template: ModelTemplate, masters: Mapping[str, np.ndarray], precision: str) -> None:
         self.spec = template.spec
         self.layouts = {s.name: layout_of(s) for s in self.spec.segments}
-        self.flats = {name: self._flat(layout, masters, precision) for name, layout in self.layouts.items()}
+        self.flats = {n: self._flat(la, masters, precision).to(template.device) for n, la in self.layouts.items()}
         largest = max(layout.num_elements for layout in self.layouts.values())
-        self.slots = [torch.full((largest,), torch.nan, dtype=template.compute_dtype) for _ in range(2)]
-        self.grads = {name: torch.zeros(layout.num_elements) for name, layout in self.layouts.items()}
+        on_device = {"device": template.device}
+        self.slots = [torch.full((largest,), torch.nan, dtype=template.compute_dtype, **on_device) for _ in range(2)]
+        self.grads = {name: torch.zeros(layout.num_elements, **on_device) for name, layout in self.layouts.items()}
         self.tied_and_trained = self.spec.tied and self.spec.segments[0].tensors[0].trainable
-        self.tied_grad = torch.zeros(self.spec.vocab_size, self.spec.hidden_size)
+        self.tied_grad = torch.zeros(self.spec.vocab_size, self.spec.hidden_size, **on_device)
 
     def _flat(self, layout: Layout, masters: Mapping[str, np.ndarray], precision: str) -> Tensor:
         flat = torch.zeros(layout.num_elements, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
