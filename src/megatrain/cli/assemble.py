@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +14,14 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain import __version__
-from megatrain.checkpoint import load_weights, write_hf_folder
+from megatrain.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    load_checkpoint,
+    load_weights,
+    restore,
+    write_hf_folder,
+)
 from megatrain.cli import show
 from megatrain.config import RunConfig, read_config, resolved
 from megatrain.data import BatchPlan, DataOptions, MicroBatch, TokenDataset, eval_micro_batches, prepare
@@ -32,7 +39,7 @@ from megatrain.models.template import ModelTemplate
 from megatrain.planner import MemoryTable, plan_run, refuse_misfit
 from megatrain.schedule.plan import Plan
 from megatrain.store import SegmentStore
-from megatrain.train import Run, RunFolder, train
+from megatrain.train import Keeper, Run, RunFolder, refuse_other_run, train
 from megatrain.train.metrics import Metrics, Work
 from megatrain.train.progress import display
 
@@ -111,6 +118,12 @@ def batches_of(config: RunConfig, dataset: TokenDataset) -> BatchPlan:
     )
 
 
+def num_steps_of(batches: BatchPlan) -> int:
+    """Optimizer steps of the whole run."""
+    assert batches.num_steps is not None, "either max_steps or num_train_epochs is given"
+    return batches.num_steps
+
+
 def held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[MicroBatch, ...]:
     """The evaluation set as micro-batches; empty without one."""
     if config.eval_dataset is None:
@@ -154,63 +167,151 @@ def engine_of(run: Planned, store: SegmentStore) -> Engine:
     assert config.loss_chunk_tokens is not None, "resolve the config first"
     assert config.optimizer_threads is not None, "resolve the config first"
     numerics = Numerics(config.micro_batch_tokens, config.loss_chunk_tokens, config.max_grad_norm)
-    return Engine(
-        template_of(run), store, run.plan, numerics, run.device, optimizer_threads=config.optimizer_threads
-    )
+    return Engine(template_of(run), store, run.plan, numerics, run.device, optimizer_threads=config.optimizer_threads)
 
 
-def train_config(config: RunConfig, allowed: frozenset[str]) -> int:
+def train_config(config: RunConfig, allowed: frozenset[str], *, must_resume: bool = False) -> int:
     """Train as `config` says. The exit code: 0, or 128 + the signal that stopped the run."""
     run = planned(config)
-    lines = [
-        *show.config_lines(run.config),
-        show.machine_line(run.machine),
-        *show.plan_lines(run.spec, run.plan, run.table),
-    ]
     refuse_misfit(run.spec, run.config, run.machine, run.table)
     with RunFolder(Path(run.config.output_dir)) as folder:
-        return _train_in(folder, run, lines, allowed)
+        checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
+        tokenizer = tokenizer_of(run.config)
+        batches = batches_of(run.config, dataset_of(run.config, run.config.dataset, tokenizer))
+        facts = {"data": batches.fingerprint, "versions": versions()}
+        start_step = 0
+        if checkpoint is not None:
+            refuse_other_run(checkpoint, facts, allowed)
+            start_step = checkpoint.step
+        folder.begin(run.config, show.plan_json(run.spec, run.plan, run.table, run.machine), environment(run.machine))
+        folder.cut_metrics(start_step)
+        screen = display(start_step, num_steps_of(batches))
+        work = Work(run.spec, tuple(block.activations == "recompute" for block in run.plan.blocks), None)
+        logging_steps = run.config.logging_steps
+        with Metrics(folder.metrics, folder.log, screen, run.device, work, logging_steps) as metrics:
+            announce(run, checkpoint, metrics)
+            evaluation = held_out(run.config, tokenizer)
+            return _train_in(folder, run, batches, evaluation, checkpoint, facts, metrics)
 
 
-def _train_in(folder: RunFolder, run: Planned, lines: Sequence[str], allowed: frozenset[str]) -> int:
-    config = run.config
-    tokenizer = tokenizer_of(config)
-    batches = batches_of(config, dataset_of(config, config.dataset, tokenizer))
-    evaluation = held_out(config, tokenizer)
-    folder.begin(config, show.plan_json(run.spec, run.plan, run.table, run.machine), environment(run.machine))
-    store = store_of(run)
-    load_weights(Path(config.model), store, run.spec)
-    engine = engine_of(run, store)
-    screen = display(0, batches.num_steps)
-    work = Work(run.spec, tuple(block.activations == "recompute" for block in run.plan.blocks), None)
-    metrics = Metrics(folder.metrics, folder.log, screen, run.device, work, config.logging_steps)
-    for line in lines:
+def announce(run: Planned, checkpoint: Checkpoint | None, metrics: Metrics) -> None:
+    """The first lines of a run: config, precision, machine, plan, and where it goes on."""
+    for line in show.config_lines(run.config):
         metrics.say(line)
-    outcome = train(
-        Run(
-            config=config,
-            engine=engine,
-            data=batches,
-            num_steps=batches.num_steps,
-            start_step=0,
-            eval_micro_batches=evaluation,
-            checkpoints=None,
-            metrics=metrics,
+    metrics.say(show.machine_line(run.machine))
+    for line in show.plan_lines(run.spec, run.plan, run.table):
+        metrics.say(line)
+    if run.config.save_strategy == "no":
+        metrics.say("save_strategy is no: nothing is saved until the end, and a stopped run is lost")
+    if checkpoint is not None:
+        for damage in checkpoint.skipped:
+            metrics.say(f"passed over: {damage}")
+        metrics.say(f"going on after step {checkpoint.step}")
+
+
+def _checkpoint_of(
+    folder: RunFolder, config: RunConfig, allowed: frozenset[str], *, must_resume: bool
+) -> Checkpoint | None:
+    """The checkpoint to go on from, with the run's config proven the same; None to start anew."""
+    checkpoint = load_checkpoint(folder.path, "auto") if folder.checkpoints.is_dir() else None
+    if checkpoint is None:
+        if must_resume:
+            raise CheckpointError(f"{folder.path} holds no checkpoint to resume from; start it with megatrain train")
+        if final_model(folder).exists():
+            raise ConfigError(f"output_dir {folder.path} already holds a trained model; choose another output_dir")
+        return None
+    if config.resume_from_checkpoint == "never":
+        raise ConfigError(
+            f"output_dir {folder.path} already holds step {checkpoint.step} and resume_from_checkpoint is never; "
+            "choose another output_dir, or set resume_from_checkpoint to auto"
         )
-    )
+    folder.refuse_changes(config, allowed)
+    return checkpoint
+
+
+def final_model(folder: RunFolder) -> Path:
+    """Where the model lies at the end of a run that keeps no checkpoints."""
+    return folder.path / "model"
+
+
+def _train_in(
+    folder: RunFolder,
+    run: Planned,
+    batches: BatchPlan,
+    evaluation: Sequence[MicroBatch],
+    checkpoint: Checkpoint | None,
+    facts: Mapping[str, object],
+    metrics: Metrics,
+) -> int:
+    config = run.config
+    store = store_of(run)
+    if checkpoint is None:
+        load_weights(Path(config.model), store, run.spec)
+    else:
+        restore(store, checkpoint)
+    engine = engine_of(run, store)
+    start_step = 0
+    if checkpoint is not None:
+        start_step, engine.applied_steps = checkpoint.step, checkpoint.trainer_state["applied_steps"]
+    keeper = None
+    if config.save_strategy == "steps":
+        source, keep = Path(config.model), config.save_total_limit
+        writer = CheckpointWriter(folder.path, store, run.spec, run.hf_config, source, keep=keep, run_facts=dict(facts))
+        keeper = Keeper(writer, engine, start_step)
+    outcome = train(Run(config, engine, batches, num_steps_of(batches), start_step, evaluation, keeper, metrics))
     engine.close()
+    if keeper is None and outcome.signal is None:
+        target = final_model(folder)
+        write_hf_folder(target, store, run.spec, run.hf_config, Path(config.model), dtype=store.dtype("w"))
+        metrics.say(f"model: {target}")
+    elif keeper is not None:
+        metrics.say(f"model: {folder.checkpoints / f'step-{outcome.step}' / 'model'}")
     store.close()
     return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def resume_run(path: Path, words: Sequence[str], allowed: frozenset[str]) -> int:
+    """Go on with the run in `path`; the folder may have been moved."""
+    config = read_config(run_config_file(path), [*words, f"output_dir={path.absolute()}"])
+    return train_config(config, allowed, must_resume=True)
+
+
+def run_config_file(path: Path) -> Path:
+    """config.yaml of a run folder."""
+    if not (path / "config.yaml").is_file():
+        raise CheckpointError(f"{path} is no run folder: it has no config.yaml")
+    return path / "config.yaml"
+
+
+def export_run(path: Path, target: Path, dtype: str) -> int:
+    """Write the newest model of a run to a new folder."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype {dtype!r} is not known; use float32 or bfloat16")
+    config = read_config(run_config_file(path), [f"output_dir={path.absolute()}", "device=cpu"])
+    checkpoint = load_checkpoint(path, "auto")
+    if checkpoint is None:
+        raise CheckpointError(f"{path} holds no checkpoint to export")
+    run = planned(config)
+    store = store_of(run)
+    restore(store, checkpoint)
+    write_hf_folder(target, store, run.spec, run.hf_config, checkpoint.path / "model", dtype=dtypes[dtype])
+    store.close()
+    print(f"step {checkpoint.step} of {path} as {dtype}: {target}")
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Of what the bits of a step depend on."""
+    return {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def environment(machine: Machine) -> dict[str, object]:
     """env.json: what the bits may depend on. No paths of the user, no variables, no tokens."""
     return {
-        "megatrain": __version__,
+        **versions(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "transformers": transformers.__version__,
         "system": platform.platform(),
         "torch_threads": torch.get_num_threads(),
         "machine": asdict(machine),

@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 the plan does not fit; 2 a mistake the user can mend; 130 and 143 stopped by a signal, all saved.
 """
 
+# ruff: noqa: PLC0415 - a verb imports its room when it is called
 from __future__ import annotations
 
 import sys
@@ -28,7 +29,9 @@ app.add_typer(data_app, name="data")
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists the keys.", metavar="CONFIG")]
 RunPath = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
 Words = Annotated[list[str] | None, typer.Argument(help="Keys that replace those of the file.", metavar="KEY=VALUE")]
-Allow = Annotated[list[str] | None, typer.Option(help="Key that may differ from the run that is resumed.", metavar="KEY")]
+Allow = Annotated[
+    list[str] | None, typer.Option(help="Key that may differ from the run that is resumed.", metavar="KEY")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -40,7 +43,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def megatrain(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Trains language models far larger than GPU memory, at full precision."""
 
@@ -78,6 +83,8 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32 (the exact masters) or bfloat16.")] = "bfloat16",
 ) -> None:
     """Write RUN's newest model as a folder that transformers and vLLM open unchanged."""
+
+    from megatrain.cli.assemble import export_run
 
     raise typer.Exit(export_run(run, folder, dtype))
 

@@ -32,7 +32,9 @@ def config_lines(config: RunConfig) -> list[str]:
 
 def machine_line(machine: Machine) -> str:
     """The machine in one line."""
-    hbm = f"{gib(machine.hbm_free_bytes)} of {gib(machine.hbm_total_bytes)} HBM free, " if machine.hbm_total_bytes else ""
+    hbm = (
+        f"{gib(machine.hbm_free_bytes)} of {gib(machine.hbm_total_bytes)} HBM free, " if machine.hbm_total_bytes else ""
+    )
     return (
         f"machine: {machine.device_name}, {hbm}{gib(machine.ram_available_bytes)} of {gib(machine.ram_total_bytes)} "
         f"RAM available, {machine.num_cores} cores ({machine.isa})"
@@ -43,11 +45,12 @@ def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
     """The model, the choices, the memory table and the verdict."""
     resident = sum(block.state == "hbm" for block in plan.blocks)
     kept = sum(block.activations == "keep" for block in plan.blocks)
+    streaming, ties = len(plan.blocks) - resident, "tied" if spec.tied else "untied"
+    model = f"{spec.architecture}, {spec.num_parameters:,} parameters, {len(plan.blocks)} blocks, {ties} embeddings"
+    blocks = f"{streaming} blocks stream through {plan.weight_slots} slots, {resident} stay in HBM"
     return [
-        f"model: {spec.architecture}, {spec.num_parameters:,} parameters, {len(plan.blocks)} blocks, "
-        f"{'tied' if spec.tied else 'untied'} embeddings",
-        f"plan: {len(plan.blocks) - resident} blocks stream through {plan.weight_slots} slots, {resident} stay in HBM; "
-        f"{kept} keep their activations; rounds of {plan.round_micro_batches} micro-batches",
+        f"model: {model}",
+        f"plan: {blocks}; {kept} keep their activations; rounds of {plan.round_micro_batches} micro-batches",
         *table.lines(),
         f"verdict: {table.overall}",
     ]

@@ -6,7 +6,8 @@ May touch:     the run folder, the terminal, signal handlers of the process.
 Must never:    know a layer, a tier or a stream.
 """
 
+from megatrain.train.keep import Keeper, refuse_other_run
 from megatrain.train.loop import Checkpoints, Outcome, Run, Steps, train
 from megatrain.train.run_folder import RunFolder
 
-__all__ = ["Checkpoints", "Outcome", "Run", "RunFolder", "Steps", "train"]
+__all__ = ["Checkpoints", "Keeper", "Outcome", "Run", "RunFolder", "Steps", "refuse_other_run", "train"]

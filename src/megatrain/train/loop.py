@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -32,8 +31,8 @@ class Steps(Protocol):
 class Checkpoints(Protocol):
     """Where the state of a run is kept."""
 
-    def save(self, step: int) -> Path:
-        """Write everything after `step` steps; returns once it is acknowledged (synced and renamed)."""
+    def save(self, step: int) -> bool:
+        """Write everything after `step` steps; returns once it is acknowledged. False: `step` was saved before."""
         ...
 
 
@@ -63,8 +62,9 @@ def train(run: Run) -> Outcome:
     """Train from `start_step` to `num_steps`. Returns early, with everything saved, at SIGINT or SIGTERM."""
     config, schedule = run.config, lr_schedule(run.config, run.num_steps)
     step = run.start_step
-    with StopRequest() as stop, run.metrics:
-        evaluate(run, step)
+    with StopRequest() as stop:
+        if step == 0:
+            evaluate(run, step)
         for step in range(run.start_step + 1, run.num_steps + 1):
             started = time.perf_counter()
             batch = run.data.step(step - 1)
@@ -122,8 +122,7 @@ def evaluate(run: Run, step: int) -> None:
 
 def save(run: Run, step: int) -> None:
     """Save after `step` steps; it is said only once it is acknowledged."""
-    if run.checkpoints is not None:
-        run.checkpoints.save(step)
+    if run.checkpoints is not None and run.checkpoints.save(step):
         run.metrics.say(f"saved step {step}")
 
 

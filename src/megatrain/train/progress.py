@@ -38,7 +38,7 @@ class PlainDisplay:
 
 
 class BarDisplay:
-    """A progress bar below the lines."""
+    """A progress bar below the lines, from the first live line on."""
 
     def __init__(self, console: Console, start_step: int, num_steps: int) -> None:
         columns = (
@@ -49,12 +49,12 @@ class BarDisplay:
         )
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("starting", total=num_steps, completed=start_step)
-        self._progress.start()
 
     def line(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def live(self, step: int, text: str) -> None:
+        self._progress.start()
         self._progress.update(self._task, completed=step, description=text)
 
     def close(self) -> None:
