@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,16 @@ def test_rows_in_which_nothing_can_be_predicted_are_left_out(make: Callable[...,
                          num_epochs=1)
         assert plan.num_rows == rows
         assert all(step.num_supervised > 0 for step in steps(plan))
+
+
+def test_packed_rows_are_shuffled_though_packing_sorts_them(make: Callable[..., TokenDataset]) -> None:
+    dataset = make(completions([i % 12 + 1 for i in range(96)]), max_length=16)
+    plan = BatchPlan(dataset, max_length=16, packing=True, train_batch_size=1, micro_batch_tokens=16, seed=0,
+                     num_epochs=1)
+    longest = [max(len(ids) for ids, _ in split(step.micro_batches[0])) for step in steps(plan)]
+    falls = sum(a > b for a, b in pairwise(longest))
+    rises = sum(a < b for a, b in pairwise(longest))
+    assert min(falls, rises) > len(longest) // 5
 
 
 def test_nothing_of_one_sample_shows_in_its_neighbour(make: Callable[..., TokenDataset]) -> None:

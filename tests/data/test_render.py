@@ -23,6 +23,18 @@ OPENS_THINKING = (      # the generation prompt goes on into a reasoning block t
 NO_EOT = (
     "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}")
+TWO_ENDS = (       # the last turn ends with a token of its own, as gpt-oss's does
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ '<s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+OPEN_CALLS = (      # a turn that calls a tool has no end token
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ m.tool_calls[0].function.arguments.x + '\n' if m.tool_calls else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+TEXT_ARGUMENTS = CHATML.replace(
+    "m.content +", "m.content + (m.tool_calls[0].function.arguments if m.tool_calls else '') +")
+CALL = {"role": "assistant", "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "so"}}}]}
 TWO_TURNS = ("user: hi", "assistant: yes no", "user: why", "assistant: so")
 TWO_TURNS_TABLE = ("<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [_] [no] [<|im_end|>] n "
                    "<|im_start|> user n why <|im_end|> n <|im_start|> assistant n [so] [<|im_end|>] n")
@@ -107,6 +119,40 @@ def test_generation_prompt_that_opens_reasoning() -> None:
         "<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [<|im_end|>] n")
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_last_turn_with_an_end_of_its_own(monkeypatch: pytest.MonkeyPatch, scan: bool) -> None:
+    if not scan:
+        monkeypatch.setattr(template.ChatTemplate, "_scan", lambda *_: None)
+    assert table(make_word_tokenizer(TWO_ENDS), to_chat(*TWO_TURNS)) == (
+        "<|im_start|> user n hi <|im_end|> <|im_start|> assistant n [yes] [_] [no] [<|im_end|>] "
+        "<|im_start|> user n why <|im_end|> <|im_start|> assistant n [so] [<s>]")
+
+
+@pytest.mark.parametrize("template_text", [CHATML, CHATML_MARKED])
+def test_end_of_two_tokens(template_text: str) -> None:
+    double = template_text.replace("<|im_end|>", "<s><|im_end|>")
+    assert table(make_word_tokenizer(double), to_chat("user: hi", "assistant: yes")) == (
+        "<|im_start|> user n hi <s> <|im_end|> n <|im_start|> assistant n [yes] [<s>] [<|im_end|>] n")
+
+
+def test_a_turn_without_end_does_not_swallow_the_next() -> None:
+    sample = Chat([{"role": "user", "content": "hi"}, CALL, {"role": "tool", "content": "one"},
+                   {"role": "assistant", "content": "yes"}], None, 0)
+    assert table(make_word_tokenizer(OPEN_CALLS), sample) == (
+        "<|im_start|> user n hi <|im_end|> <|im_start|> assistant n [so] [n] <|im_start|> tool n one <|im_end|> "
+        "<|im_start|> assistant n [yes] [<|im_end|>]")
+
+
+def test_call_arguments_as_the_template_takes_them() -> None:
+    sample = Chat([{"role": "user", "content": "hi"}, CALL], None, 0)
+    tokenizer = make_byte_tokenizer(TEXT_ARGUMENTS)
+    [result] = renderer(tokenizer).encode([sample])
+    assert isinstance(result, Encoded)
+    assert tokenizer.decode(np.array(result.ids)[result.trained].tolist()) == '{"x": "so"}<|im_end|>'
+    assert sample.messages[1] is CALL
+    assert CALL["tool_calls"][0]["function"]["arguments"] == {"x": "so"}
+
+
 def test_template_without_end_token_warns() -> None:
     tokenizer = make_word_tokenizer(NO_EOT)
     assert table(tokenizer, to_chat("user: hi", "assistant: yes")) == "user : hi n assistant : [yes] [n]"
@@ -119,6 +165,12 @@ def test_template_without_end_token_warns() -> None:
 def test_assistant_first() -> None:
     assert table(make_word_tokenizer(), to_chat("assistant: yes", "user: hi<|im_end|>")) == (
         "<|im_start|> assistant n [yes] [<|im_end|>] n <|im_start|> user n hi <|im_end|> <|im_end|> n")
+
+
+def test_assistant_first_without_opening_is_refused() -> None:
+    always = CHATML.split("{% if add")[0]
+    with pytest.raises(BadSample, match="starts with an assistant turn"):
+        table(make_word_tokenizer(always), to_chat("assistant: yes", "user: hi"))
 
 
 def test_completion_and_document_ends() -> None:

@@ -128,7 +128,7 @@ class _Assembler:
         """Whole rows into as few micro-batches as best fit finds."""
         sizes = np.array([int(self._rows.lengths[row].sum()) for row in rows])
         bins = pack(sizes, np.arange(len(rows)), self._size)
-        return tuple(self._build(np.concatenate([rows[i] for i in sorted(bins.of(b))]))
+        return tuple(self._build(np.concatenate([rows[i] for i in bins.of(b)]))
                      for b in range(bins.num_bins))
 
     def _build(self, pieces: np.ndarray) -> MicroBatch:

@@ -55,7 +55,7 @@ class Renderer:
         if self._template is None:
             if self._eos_id is None:
                 return ("the tokenizer has no end-of-sequence token: the model will not learn to stop",)
-        elif self._template.eot is None:
+        elif not self._template.ends:
             return ("the chat template closes assistant turns with no special token: the model will not learn to stop",)
         return ()
 
@@ -68,12 +68,15 @@ class Renderer:
             try:
                 if isinstance(sample, Document):
                     results[i] = self._document(sample)
-                elif isinstance(sample, Chat) and self._assistant_only_loss and self._chat_template().marked(sample):
-                    results[i] = self._cut(*self._marked_chat(sample))
-                else:
-                    text, spans = self._text_and_spans(sample)
-                    texts.append(text)
-                    waiting.append((i, spans))
+                    continue
+                if isinstance(sample, Chat):
+                    sample = self._chat_template().fitted(sample)
+                    if self._assistant_only_loss and self._chat_template().marked(sample):
+                        results[i] = self._cut(*self._marked_chat(sample))
+                        continue
+                text, spans = self._text_and_spans(sample)
+                texts.append(text)
+                waiting.append((i, spans))
             except BadSample as bad:
                 results[i] = bad
         for (i, spans), encoding in zip(waiting, self._encode_texts(texts), strict=True):
@@ -109,9 +112,10 @@ class Renderer:
         template = self._chat_template()
         ids, flags = template.encode_marked(chat)
         trained = np.asarray(flags, bool)
-        if template.eot_id is not None:
-            behind = np.flatnonzero(trained[:-1] & ~trained[1:]) + 1
-            trained[behind[np.asarray(ids)[behind] == template.eot_id]] = True
+        for behind in (np.flatnonzero(trained[:-1] & ~trained[1:]) + 1).tolist():
+            while behind < len(ids) and ids[behind] in template.end_ids:
+                trained[behind] = True
+                behind += 1
         if chat.first_trained:
             prompt = template.render(chat.messages[:chat.first_trained], chat.tools, prompt=True)
             trained[:len(self._backend.encode(prompt, add_special_tokens=False).ids)] = False

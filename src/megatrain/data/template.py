@@ -5,12 +5,14 @@ same data give the same tokens on any day.
 """
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +32,10 @@ RENDER_LIMIT_S = 20.0
 MAX_TEMPLATE_CHARS = 1 << 20
 TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 PROBE_USER = {"role": "user", "content": "Q7x"}
-PROBE_ASSISTANT = {"role": "assistant", "content": "A7x"}
+ANSWER = "A7x"
+PROBE_ASSISTANT = {"role": "assistant", "content": ANSWER}
+REWRITTEN = ("the chat template rewrites earlier turns, so trained tokens cannot be told apart; give the template "
+             "{% generation %} marks")
 
 
 class Span(NamedTuple):
@@ -46,8 +51,8 @@ class _TemplateTimeout(Exception):
 class ChatTemplate:
     """Renders conversations and finds their assistant turns.
 
-    `header` is the text that opens an assistant turn (the generation prompt), `eot` the token that closes one, None
-    if the template writes no such token.
+    `header` is the text that opens an assistant turn (the generation prompt). `ends` are the special tokens that close
+    one, as text (gpt-oss has another for the last turn than for the others); empty if the template writes none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -57,8 +62,12 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._sources = {with_tools: _pinned(tokenizer.get_chat_template(tools=[{}] if with_tools else None))
                          for with_tools in (False, True)}       # some tokenizers have a template of its own for tools
-        self.header, self.eot = self._probe()
-        self.eot_id: int | None = tokenizer.convert_tokens_to_ids(self.eot) if self.eot else None
+        self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self.header = self._probe_header()
+        self.ends = self._probe_ends()
+        self.end_ids = {i for end in self.ends for i in tokenizer.encode(end, add_special_tokens=False)}
+        self._end = re.compile("|".join(map(re.escape, sorted(self.ends, key=len, reverse=True))) or "(?!)")
+        self._opener = self._leading_token(self.header) or self.header
 
     def marked(self, chat: Chat) -> bool:
         """Whether the template for this conversation has `{% generation %}` marks."""
@@ -86,36 +95,69 @@ class ChatTemplate:
         return [span for i, span in zip(turns, spans, strict=True)
                 if i >= chat.first_trained and chat.messages[i].get("weight", 1) != 0]
 
-    def _probe(self) -> tuple[str, str | None]:
-        """Header and end-of-turn token, read off a two-message conversation."""
+    def fitted(self, chat: Chat) -> Chat:
+        """The conversation as this template takes it: some join call arguments to text, and fail on objects."""
+        if not any("tool_calls" in m for m in chat.messages) or not self._wants_text_arguments:
+            return chat
+        return chat._replace(messages=[_with_text_arguments(m) for m in chat.messages])
+
+    @cached_property
+    def _wants_text_arguments(self) -> bool:
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return (self._tried([PROBE_USER, called]) is None
+                and self._tried([PROBE_USER, _with_text_arguments(called)]) is not None)
+
+    def _tried(self, messages: Messages, prompt: bool = False) -> str | None:
         try:
-            asked = self.render([PROBE_USER], None)
-            prompted = self.render([PROBE_USER], None, prompt=True)
-            answered = self.render([PROBE_USER, PROBE_ASSISTANT], None)
+            return self.render(messages, None, prompt)
         except BadSample:
-            return "", self._tokenizer.eos_token
-        header = prompted[len(asked):] if prompted.startswith(asked) else ""
-        tail = answered[answered.rfind(PROBE_ASSISTANT["content"]) + len(PROBE_ASSISTANT["content"]):].lstrip()
-        tokens = [t for t in self._tokenizer.get_added_vocab() if tail.startswith(t)]
-        return header, max(tokens, key=len, default=None)
+            return None
+
+    def _probe_header(self) -> str:
+        asked, prompted = self._tried([PROBE_USER]), self._tried([PROBE_USER], prompt=True)
+        if asked is None or prompted is None or not prompted.startswith(asked):
+            return ""
+        return prompted[len(asked):]
+
+    def _probe_ends(self) -> tuple[str, ...]:
+        """What stands behind an answer that is the last message, and behind one that is not."""
+        last, inner = self._tried([PROBE_USER, PROBE_ASSISTANT]), self._tried([PROBE_USER, PROBE_ASSISTANT, PROBE_USER])
+        if last is None:
+            return (self._tokenizer.eos_token,) if self._tokenizer.eos_token else ()
+        end, tail = "", last.rpartition(ANSWER)[2].lstrip()
+        while (token := self._leading_token(tail)) and not (end and token in self.header):
+            end, tail = end + token, tail[len(token):]
+            if not self.header:     # nothing tells an end's second token from the opening of a next turn
+                break
+        if not end or inner is None:
+            return (end,) if end else ()
+        tail = inner.rpartition(ANSWER)[2].lstrip()
+        other = self._leading_token(tail)
+        return (end,) if not other or tail.startswith(end) else (end, other)
+
+    def _leading_token(self, text: str) -> str:
+        return next((token for token in self._added if text.startswith(token)), "")
 
     def _scan(self, chat: Chat, full: str, num_turns: int) -> list[Span] | None:
         """The fast way, one pass over the text: each header up to the first end-of-turn token behind it.
 
-        Taken only when it cannot err: as many headers as assistant turns, and no message spells a header or an
-        end-of-turn token itself. It also serves templates that rewrite earlier turns (dropping their reasoning),
-        where no prefix of the conversation renders to a prefix of the text.
+        Taken only when it cannot err: as many headers as assistant turns, nothing opened within a turn, and no message
+        that spells a header or an end-of-turn token itself. It also serves templates that rewrite earlier turns
+        (dropping their reasoning), where no prefix of the conversation renders to a prefix of the text.
         """
-        if not self.header or not self.eot or full.count(self.header) != num_turns:
+        if not self.header or not self.ends or full.count(self.header) != num_turns:
             return None
-        if _mentions(chat.messages, self.header.strip()) or _mentions(chat.messages, self.eot):
+        if any(_mentions(chat.messages, spelt) for spelt in (self.header.strip(), *self.ends)):
             return None
         spans, at = [], 0
         for _ in range(num_turns):
-            start = full.index(self.header, at) + len(self.header)
-            at = full.find(self.eot, start) + len(self.eot)
-            if at <= start:
+            found = full.find(self.header, at)
+            start = found + len(self.header)
+            end = self._end.search(full, start)
+            if found < 0 or end is None or self._opener in full[start:end.start()]:
                 return None
+            at = end.end()
             spans.append(Span(start, at))
         return spans
 
@@ -133,17 +175,18 @@ class ChatTemplate:
     def _turn_start(self, chat: Chat, full: str, turn: int) -> int:
         if turn == 0:       # nothing before it to render: the first header is this turn's
             at = full.find(self.header) if self.header else -1
-            return at + len(self.header) if at >= 0 else 0
+            if at < 0:
+                raise BadSample("it starts with an assistant turn, and the chat template has no opening for one")
+            return at + len(self.header)
         prompt = self.render(chat.messages[:turn], chat.tools, prompt=True)
         if full.startswith(prompt):
             return len(prompt)
         # The generation prompt goes further than the header of a finished turn (it opens a reasoning block, say).
         before = self.render(chat.messages[:turn], chat.tools)
         if not full.startswith(before):
-            raise BadSample("the chat template rewrites earlier turns, so trained tokens cannot be told apart; "
-                            "give the template {% generation %} marks")
+            raise BadSample(REWRITTEN)
         common = _common_length(prompt, full)       # it may reach into the turn: go back to the end of a line or token
-        ends = [found + len(token) for token in ("\n", *self._tokenizer.get_added_vocab())
+        ends = [found + len(token) for token in ("\n", *self._added)
                 if (found := full.rfind(token, len(before), common)) >= 0]
         return max(ends, default=len(before))
 
@@ -151,15 +194,12 @@ class ChatTemplate:
         last = turn == len(chat.messages) - 1
         with_turn = full if last else self.render(chat.messages[:turn + 1], chat.tools)
         if full.startswith(with_turn):
-            if self.eot is None:
-                return len(with_turn)
-            at = with_turn.rfind(self.eot, start)
-            return at + len(self.eot) if at >= 0 else len(with_turn)
-        at = full.find(self.eot, start) if self.eot else -1
-        if at < 0:
-            raise BadSample("the chat template rewrites earlier turns, so trained tokens cannot be told apart; "
-                            "give the template {% generation %} marks")
-        return at + len(self.eot)
+            ends = [end.end() for end in self._end.finditer(with_turn, start)]
+            return ends[-1] if ends else len(with_turn)
+        end = self._end.search(full, start)
+        if end is None:
+            raise BadSample(REWRITTEN)
+        return end.end()
 
 
 def _pinned(source: str) -> str:
@@ -191,6 +231,16 @@ def _guarded() -> Iterator[None]:
 
 def _on_alarm(_number: int, _frame: FrameType | None) -> None:
     raise _TemplateTimeout
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls", ()):
+        target = call.get("function", call)
+        if isinstance(target.get("arguments"), Mapping):
+            target = {**target, "arguments": json.dumps(target["arguments"], ensure_ascii=False)}
+        calls.append({**call, "function": target} if "function" in call else target)
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _mentions(value: Any, needle: str) -> bool:
