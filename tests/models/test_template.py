@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from megatrain.errors import ModelError
-from megatrain.models.grad import block_backward, block_backward_kept, block_keep
+from megatrain.models.grad import _Rebinding, block_backward, block_backward_kept, block_keep
 from megatrain.models.recorders import GivenBackbone, Recorder, Tape
 from megatrain.models.template import ModelTemplate
 from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
@@ -76,6 +76,21 @@ def test_kept_graph_survives_its_weights_and_keeps_no_weight_memory() -> None:
     assert torch.equal(found, expected)
     for name, view in homes.grad_views("L000").items():
         assert torch.equal(view, expected_sums[name]), name
+
+
+def test_piece_of_a_weight_is_found_again() -> None:
+    """A layer that saves a slice or a transposed slice of a weight gets the same piece of the moved weight."""
+    first, second = torch.randn(40), torch.randn(60)
+    first[10:34] = second[17:41]  # the same weight at other places of other slots
+    rebinding = _Rebinding({"a": first[0:10], "w": first[10:34].view(6, 4)})
+    pieces = [lambda w: w, lambda w: w[2:5], lambda w: w[3:, 1:3].t(), lambda w: w.flatten()[7:8]]
+    packed = [rebinding.pack(piece(first[10:34].view(6, 4))) for piece in pieces]
+    assert not any(isinstance(p, Tensor) for p in packed)
+    assert isinstance(rebinding.pack(first[34:]), Tensor)  # beyond the weight
+    rebinding.w_now = {"w": second[17:41].view(6, 4)}
+    first.fill_(torch.nan)
+    for piece, reference in zip(pieces, packed, strict=True):
+        assert torch.equal(rebinding.unpack(reference), piece(rebinding.w_now["w"]))
 
 
 def test_kept_graph_without_weights_says_so() -> None:
