@@ -36,7 +36,7 @@ GGUF_TO_HF = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-NUM_EVAL_ROWS = 48
+NUM_EVAL_ROWS = 24
 NUM_TRAIN_ROWS = 2000
 MAX_TURNS = 8
 

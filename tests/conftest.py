@@ -7,7 +7,32 @@ from pathlib import Path
 
 import pytest
 
-WORDS = "the cat sat on a mat and the dog ran to a log while rain fell all day long over hill and far away".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "the",
+    "dog",
+    "ran",
+    "to",
+    "a",
+    "log",
+    "while",
+    "rain",
+    "fell",
+    "all",
+    "day",
+    "long",
+    "over",
+    "hill",
+    "and",
+    "far",
+    "away",
+]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -64,7 +89,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture()
+@pytest.fixture
 def run_config(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config file of a run of 6 steps in `tmp_path`, saved every 2."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

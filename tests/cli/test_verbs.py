@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli.main import main
+from megatrain.train import RunFolder
 
 
 def megatrain(*words: object) -> int:
@@ -48,7 +49,20 @@ def test_train_leaves_a_run_folder_and_learns(
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 3, 6]
     assert losses[2] < losses[1] < losses[0] < 6.0
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4, 5, 6]
-    wanted = "step loss grad_norm lr tokens supervised_tokens step_s tokens_per_s model_tflops mfu hfu lanes".split()
+    wanted = [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "supervised_tokens",
+        "step_s",
+        "tokens_per_s",
+        "model_tflops",
+        "mfu",
+        "hfu",
+        "lanes",
+    ]
     assert set(wanted) <= set(next(row for row in rows if "loss" in row))
     assert "saved step 6" in shown
     assert shown == (run / "log.txt").read_text()
@@ -94,8 +108,6 @@ def test_resume_refuses_changes_by_name(run_config: Path, tmp_path: Path, capsys
 def test_a_second_run_in_the_same_folder_is_refused(
     run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatrain.train import RunFolder
-
     with RunFolder(tmp_path / "run"):
         assert megatrain("train", run_config) == 2
     assert f"in use by another run (process {os.getpid()})" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+# make demo        train a small real model on real conversations, from nothing, in a few minutes
+# make test        lint, types and the tests that need neither a GPU nor minutes
+# make test-full   every test this machine can run; on a GPU the GPU tests too
+# make bench       measure this machine; results go to bench/results
+#
+# All of them set up .venv first: they need Python 3.11 or newer (PYTHON=…) and, for the fast optimizer, a C++ compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The versions the tests were run with; a machine that brings its own torch can leave them out: CONSTRAINTS=
+CONSTRAINTS ?= $(wildcard constraints.txt)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
+
+.PHONY: setup demo test test-full bench lint clean
+
+demo: setup
+	$(BIN)/python demo/run.py
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not gpu and not slow"
+
+test-full: lint
+	$(BIN)/python -m pytest -q -m "$$($(BIN)/python -c 'import torch; print("gpu or not gpu" if torch.cuda.is_available() else "not gpu")')"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: setup
+	$(BIN)/python -m bench
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old: 3.11 or newer, make PYTHON=…" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (once; torch is large)"
+	$(PIP_INSTALL) -e ".[test,demo]"
+	@touch $@
+
+clean:
+	rm -rf build $(VENV) .pytest_cache .ruff_cache
