@@ -44,12 +44,12 @@ inline int16_t lo_of(uint32_t bits) { return static_cast<int16_t>(static_cast<ui
 // Each line is one line of the specification; -ffp-contract=off keeps its roundings apart.
 inline float adamw_one(float w, float* __restrict m, float* __restrict v, float grad, const Scalars& s) {
   const float g = grad * s.coefficient;
-  const float m1 = *m + s.lerp * (g - *m);
-  const float v1 = s.beta2 * *v + (s.square * g) * g;
+  const float m1 = *m + (g - *m) * s.lerp;
+  const float v1 = *v * s.beta2 + (g * s.square) * g;
   const float d = std::sqrt(v1) / s.bias2_sqrt + s.epsilon;
   *m = m1;
   *v = v1;
-  return w * s.decay_mul - (s.step_size * m1) / d;
+  return w * s.decay_mul - (m1 * s.step_size) / d;
 }
 
 void adamw_fp32(float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict grad,

@@ -6,6 +6,7 @@ bf16) and lo int16. `isa` names the kernel set: the best one here unless given, 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import combinations
 
 import numpy as np
@@ -57,7 +58,7 @@ def split(master: F32, *, threads: int = 1, isa: str | None = None) -> tuple[U16
 
 def split_into(master: F32, hi: U16, lo: I16, *, threads: int = 1, isa: str | None = None) -> None:
     """`split` into arrays that are already there."""
-    _check({"master": (master, np.float32), "hi": (hi, np.uint16), "lo": (lo, np.int16)}, threads)
+    _check({"master": (master, np.float32), "hi": (hi, np.uint16), "lo": (lo, np.int16)}, threads, ("master",))
     chosen = native.choose(isa)
     if chosen is None:
         for i in range(0, master.size, CHUNK):
@@ -76,7 +77,7 @@ def join(hi: U16, lo: I16, *, threads: int = 1, isa: str | None = None) -> F32:
 
 def join_into(hi: U16, lo: I16, master: F32, *, threads: int = 1, isa: str | None = None) -> None:
     """`join` into an array that is already there."""
-    _check({"hi": (hi, np.uint16), "lo": (lo, np.int16), "master": (master, np.float32)}, threads)
+    _check({"hi": (hi, np.uint16), "lo": (lo, np.int16), "master": (master, np.float32)}, threads, ("hi", "lo"))
     chosen = native.choose(isa)
     if chosen is None:
         for i in range(0, master.size, CHUNK):
@@ -91,7 +92,7 @@ def _constants(scalars: Scalars, decay: bool) -> F32:
     return np.array(scalars if decay else scalars._replace(decay_mul=1.0), np.float32)
 
 
-def _check(arrays: dict[str, tuple[NDArray, DTypeLike]], threads: int) -> None:
+def _check(arrays: dict[str, tuple[NDArray, DTypeLike]], threads: int, inputs: Container[str] = ("grad",)) -> None:
     if threads < 1:
         raise ValueError(f"threads is {threads}; give at least 1")
     sizes = {name: array.size for name, (array, _) in arrays.items()}
@@ -102,6 +103,8 @@ def _check(arrays: dict[str, tuple[NDArray, DTypeLike]], threads: int) -> None:
             raise ValueError(f"{name} is {array.ndim}-D {array.dtype}; it must be 1-D {np.dtype(dtype)}")
         if not array.flags.c_contiguous or not array.flags.aligned:
             raise ValueError(f"{name} has strides {array.strides} bytes; it must be contiguous and aligned")
+        if not array.flags.writeable and name not in inputs:
+            raise ValueError(f"{name} is read-only; it is updated in place")
     for (name, (one, _)), (other_name, (other, _)) in combinations(arrays.items(), 2):
         if np.may_share_memory(one, other):  # compares bounds only: cheap, and exact for contiguous spans
             raise ValueError(f"{name} and {other_name} overlap; every span needs memory of its own")

@@ -6,10 +6,10 @@ payload survives an addition differs between processors, and a step that produce
 AdamW, per element, all operands and results fp32, round to nearest even, denormals kept, no fused multiply-add:
 
     g  = grad * coefficient                      clipping
-    m' = m + lerp * (g - m)                      lerp  = 1 - beta1
-    v' = beta2 * v + (square * g) * g            square = 1 - beta2
+    m' = m + (g - m) * lerp                      lerp  = 1 - beta1
+    v' = v * beta2 + (g * square) * g            square = 1 - beta2
     d  = sqrt(v') / bias2_sqrt + epsilon         bias2_sqrt = sqrt(1 - beta2^t)
-    w' = w * decay_mul - (step_size * m') / d    step_size = lr / (1 - beta1^t), decay_mul = 1 - lr * weight_decay
+    w' = w * decay_mul - (m' * step_size) / d    step_size = lr / (1 - beta1^t), decay_mul = 1 - lr * weight_decay
 
 The order of the operations is that of `torch.optim.AdamW`, so that the two agree to the last few bits.
 """
@@ -92,13 +92,13 @@ def scalars(hyper: AdamW, step: int, clip_coefficient: float) -> Scalars:
 
 def adamw(w: F32, m: F32, v: F32, grad: F32, s: Scalars, *, decay: bool) -> tuple[F32, F32, F32]:
     """New (w, m, v); the arguments are not touched."""
-    c, lerp, beta2, square, step_size, bias2_sqrt, epsilon, decay_mul = (np.float32(x) for x in s)
+    c, lerp, beta2, square, step_size, bias2_sqrt, epsilon, decay_mul = np.array(s, np.float32)
     with np.errstate(all="ignore"):
         g = grad * c
-        m = m + lerp * (g - m)
-        v = beta2 * v + (square * g) * g
+        m = m + (g - m) * lerp
+        v = v * beta2 + (g * square) * g
         d = np.sqrt(v) / bias2_sqrt + epsilon
-        w = (w * decay_mul if decay else w) - (step_size * m) / d
+        w = (w * decay_mul if decay else w) - (m * step_size) / d
     return w, m, v
 
 
