@@ -116,6 +116,17 @@ def test_work_in_vain_is_found() -> None:
     assert f"overwrites {other.writes[0]}, which op 0 wrote and nothing has read" in refusal([overwritten], plan)
 
 
+def test_backward_below_what_is_trained_is_found() -> None:
+    plan = plan_of([STREAMED] * 2, frozen=["EMBED", "L000"], slots=2)
+    run = runs_of(plan, ["train"], 1)[0]
+    above = next(op for op in run.schedule if (op.kind, op.segment) == (Kind.BACKWARD, "L001"))
+    dact = Place("dact", "", 0)
+    reads = (Place("w", 0), Place("act", 0, 0), Place("call", "", 0), dact)
+    below = replace(above, segment="L000", reads=reads, writes=(dact,))
+    text = refusal([run._replace(schedule=with_waits((*run.schedule, below)))], plan)
+    assert "nothing at or below L000 is trained" in text
+
+
 def test_what_is_in_slots_does_not_outlive_a_program() -> None:
     """The second eval could find L000 and L001 where the first left them; it must not rely on it."""
     plan = plan_of([STREAMED] * 2)

@@ -11,7 +11,7 @@ _LANES = {lane: number for number, lane in enumerate(Lane)}
 
 
 class _Hazards:
-    """Per place: its last write, and the last read since then on each lane, as indices of ops."""
+    """Per place: its last write, and the last read on each lane, as indices of ops."""
 
     def __init__(self) -> None:
         self._write: dict[Place, int] = {}
@@ -31,8 +31,7 @@ class _Hazards:
         for place in op.reads:
             self._reads.setdefault(place, {})[op.lane] = index
         for place in op.writes:
-            self._write[place] = index
-            self._reads.pop(place, None)
+            self._write[place] = index  # earlier reads stay listed: this write implies them
 
 
 def with_waits(ops: Sequence[Op]) -> Schedule:
