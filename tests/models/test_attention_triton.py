@@ -52,11 +52,14 @@ def _inputs(lengths, heads, groups, size, size_v, sinks, dtype) -> tuple[Tensor,
     return made(heads, size), made(groups, size), made(groups, size_v), ids, sink, made(heads, size_v).transpose(1, 2)
 
 
-def _both(inputs: tuple[Tensor, ...], scale: float, window: int, softcap: float) -> tuple[list[Tensor], list[Tensor]]:
+def _both(
+    inputs: tuple[Tensor, ...], scale: float, window: int, softcap: float, tma: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """(ours, truth): out, lse, dq, dk, dv, dsinks."""
     q, k, v, ids, sinks, dout = inputs
-    out, lse = attention_cuda.forward(q, k, v, ids, sinks, scale, window, softcap)
-    ours = [out, lse, *attention_cuda.backward(dout, q, k, v, ids, sinks, out, lse, scale, window, softcap)]
+    tiles = attention_cuda.TileSet(*(x._replace(tma=tma) for x in attention_cuda.tiles_for(q, v)))
+    out, lse = attention_cuda.forward(q, k, v, ids, sinks, scale, window, softcap, tiles.forward)
+    ours = [out, lse, *attention_cuda.backward(dout, q, k, v, ids, sinks, out, lse, scale, window, softcap, tiles)]
     wide = [None if x is None else x.detach().cpu().double() for x in (q, k, v, sinks, dout)]
     *qkv, sinks_wide, dout_wide = wide
     want, want_lse = attention_cpu.forward(*qkv, ids.cpu(), sinks_wide, scale, window, softcap)
@@ -64,12 +67,13 @@ def _both(inputs: tuple[Tensor, ...], scale: float, window: int, softcap: float)
     return ours, [want, want_lse, *gradients]
 
 
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_cpu_operator(name: str, dtype: torch.dtype) -> None:
+def test_equals_the_cpu_operator(name: str, dtype: torch.dtype, tma: bool) -> None:
     lengths, heads, groups, size, size_v, window, softcap, with_sinks = CASES[name]
     inputs = _inputs(lengths, heads, groups, size, size_v, with_sinks, dtype)
-    for ours, truth in zip(*_both(inputs, 0.2, window, softcap), strict=True):
+    for ours, truth in zip(*_both(inputs, 0.2, window, softcap, tma), strict=True):
         tolerance = TOLERANCE[dtype] * max(1.0, float(truth.abs().max()) if truth.numel() else 1.0)
         torch.testing.assert_close(ours.cpu().double(), truth, rtol=0, atol=tolerance)
 

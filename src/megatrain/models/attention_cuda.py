@@ -14,17 +14,20 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatrain.models import attention_cpu, attention_triton
 
 
 class Tiles(NamedTuple):
-    """One kernel's launch: tokens of a block of queries and of keys, warps, and stages of its software pipeline."""
+    """One kernel's launch: tokens of a block of queries and of keys, warps, stages of its software pipeline, and
+    whether tiles travel by the bulk copy engine (TMA; devices before Hopper read them by pointers all the same)."""
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
 
 class TileSet(NamedTuple):
@@ -77,14 +80,12 @@ def forward(
     out_1THE = q_1HTD.new_empty(1, num_tokens, num_heads, v_1GTE.shape[3])
     lse_1HT = q_1HTD.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
     low_T, _ = _bounds(document_ids_T, num_tokens, window)
-    block_q, block_k, num_warps, num_stages = tiles or tiles_for(q_1HTD, v_1GTE).forward
-    sizes = _sizes(q_1HTD, k_1GTD, v_1GTE, softcap)
+    t = tiles or tiles_for(q_1HTD, v_1GTE).forward
+    launch, (q, k, v) = _launch(t, q_1HTD, k_1GTD, v_1GTE, softcap=softcap)
     with torch.cuda.device_of(q_1HTD):
-        attention_triton.forward_kernel[(triton.cdiv(num_tokens, block_q), num_heads)](
-            q_1HTD, k_1GTD, v_1GTE, out_1THE, lse_1HT, sinks_H, low_T, num_tokens, *_log2_scales(scale, softcap),
-            *_strides(q_1HTD, k_1GTD, v_1GTE, out_1THE.transpose(1, 2)),
-            SINKS=sinks_H is not None, BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
-            **sizes,
+        attention_triton.forward_kernel[(triton.cdiv(num_tokens, t.block_q), num_heads)](
+            q, k, v, out_1THE, lse_1HT, sinks_H, low_T, num_tokens, *_log2_scales(scale, softcap),
+            *_strides(q_1HTD, k_1GTD, v_1GTE, out_1THE.transpose(1, 2)), SINKS=sinks_H is not None, **launch,
         )  # fmt: skip
     return out_1THE, lse_1HT
 
@@ -102,20 +103,17 @@ def backward(
     chosen = tiles or tiles_for(q_1HTD, v_1GTE)
     with torch.cuda.device_of(q_1HTD):
         delta_1HT = _delta(out_1THE.transpose(1, 2), dout_1HTE)
-        given = (q_1HTD, k_1GTD, v_1GTE, dout_1HTE)
         scales = (scale, *_log2_scales(scale, softcap))
-        sizes = _sizes(q_1HTD, k_1GTD, v_1GTE, softcap)
-        block_q, block_k, num_warps, num_stages = chosen.dkdv
-        attention_triton.dkdv_kernel[(triton.cdiv(num_tokens, block_k), k_1GTD.shape[1])](
-            *given, lse_1HT, delta_1HT, dk_1GTD, dv_1GTE, high_T, num_tokens, *scales,
-            *_strides(*given, dk_1GTD, dv_1GTE),
-            BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages, **sizes,
+        given = (q_1HTD, k_1GTD, v_1GTE, dout_1HTE)
+        launch, sources = _launch(chosen.dkdv, *given, softcap=softcap)
+        attention_triton.dkdv_kernel[(triton.cdiv(num_tokens, chosen.dkdv.block_k), k_1GTD.shape[1])](
+            *sources, lse_1HT, delta_1HT, dk_1GTD, dv_1GTE, high_T, num_tokens, *scales,
+            *_strides(*given, dk_1GTD, dv_1GTE), **launch,
         )  # fmt: skip
-        block_q, block_k, num_warps, num_stages = chosen.dq
-        attention_triton.dq_kernel[(triton.cdiv(num_tokens, block_q), num_heads)](
-            *given, lse_1HT, delta_1HT, dq_1HTD, low_T, num_tokens, *scales, *_strides(*given, dq_1HTD),
-            BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages, **sizes,
-        )  # fmt: skip
+        launch, sources = _launch(chosen.dq, *given, softcap=softcap)
+        attention_triton.dq_kernel[(triton.cdiv(num_tokens, chosen.dq.block_q), num_heads)](
+            *sources, lse_1HT, delta_1HT, dq_1HTD, low_T, num_tokens, *scales, *_strides(*given, dq_1HTD), **launch
+        )
     dsinks_H = q_1HTD.new_empty(0) if sinks_H is None else attention_cpu.sink_gradient(sinks_H, lse_1HT, delta_1HT)
     return dq_1HTD, dk_1GTD, dv_1GTE, dsinks_H
 
@@ -174,12 +172,31 @@ def _log2_scales(scale: float, softcap: float) -> tuple[float, float]:
     return (softcap or scale) * math.log2(math.e), scale / softcap if softcap else 0.0
 
 
-def _sizes(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, softcap: float) -> dict[str, int | bool]:
+def _launch(
+    tiles: Tiles, q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, *dout_1HTE: Tensor, softcap: float
+) -> tuple[dict[str, int | bool], list[Tensor | TensorDescriptor]]:
+    """(keyword arguments of a kernel, its q, k, v and dout as pointers or descriptors)."""
     size, size_v = q_1HTD.shape[3], v_1GTE.shape[3]
-    return {
-        "R": q_1HTD.shape[1] // k_1GTD.shape[1], "SOFTCAP": softcap > 0, "D": size, "E": size_v,
-        "BLOCK_D": max(16, triton.next_power_of_2(size)), "BLOCK_E": max(16, triton.next_power_of_2(size_v)),
+    block_d, block_e = (max(16, triton.next_power_of_2(x)) for x in (size, size_v))
+    inputs = (q_1HTD, k_1GTD, v_1GTE, *dout_1HTE)
+    blocks = ((tiles.block_q, block_d), (tiles.block_k, block_d), (tiles.block_k, block_e), (tiles.block_q, block_e))
+    tma = tiles.tma and all(_suits_tma(x) for x in inputs)
+    sources = [_descriptor(x, *block) for x, block in zip(inputs, blocks, strict=False)] if tma else list(inputs)
+    launch = {
+        "TMA": tma, "R": q_1HTD.shape[1] // k_1GTD.shape[1], "SOFTCAP": softcap > 0, "D": size, "E": size_v,
+        "BLOCK_D": block_d, "BLOCK_E": block_e, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
     }  # fmt: skip
+    return launch, sources
+
+
+def _suits_tma(x_1HTD: Tensor) -> bool:
+    steps = (x_1HTD.data_ptr(), *(x_1HTD.stride(axis) * x_1HTD.element_size() for axis in (1, 2)))
+    return all(step % 16 == 0 for step in steps)
+
+
+def _descriptor(x_1HTD: Tensor, block_tokens: int, block_size: int) -> TensorDescriptor:
+    return TensorDescriptor(x_1HTD, list(x_1HTD.shape[1:]), list(x_1HTD.stride()[1:]), [1, block_tokens, block_size])
 
 
 def _bounds(document_ids_T: Tensor, num_tokens: int, window: int) -> tuple[Tensor, Tensor]:

@@ -54,30 +54,37 @@ def bounds_kernel(
 
 @triton.jit
 def _rows(
-    base, first, stride, num_tokens, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    CHECK: tl.constexpr,
+    source, head, first, stride_h, stride, num_tokens, TMA: tl.constexpr, CHECK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows [first, first + BLOCK) of one head; zeros beyond SIZE columns and, where CHECK, beyond num_tokens rows."""
-    row = tl.arange(0, BLOCK)[:, None]
-    column = tl.arange(0, BLOCK_SIZE)[None, :]
-    at = base + tl.cast(first, tl.int64) * stride + row * stride + column
-    if CHECK:
-        tile = tl.load(at, mask=(first + row < num_tokens) & (column < SIZE), other=0.0)
-    elif SIZE == BLOCK_SIZE:
-        tile = tl.load(at)
+    """Rows [first, first + BLOCK) of one head; zeros beyond SIZE columns and, where CHECK, beyond num_tokens rows.
+
+    `source` is a pointer or, where TMA, a descriptor of (heads, T, SIZE); strides are the pointer's, in elements.
+    """
+    if TMA:
+        tile = source.load([head, first, 0]).reshape(BLOCK, BLOCK_SIZE)
     else:
-        tile = tl.load(at, mask=column < SIZE, other=0.0)
+        row = tl.arange(0, BLOCK)[:, None]
+        column = tl.arange(0, BLOCK_SIZE)[None, :]
+        at = source + tl.cast(head, tl.int64) * stride_h + tl.cast(first, tl.int64) * stride + row * stride + column
+        if CHECK:
+            tile = tl.load(at, mask=(first + row < num_tokens) & (column < SIZE), other=0.0)
+        elif SIZE == BLOCK_SIZE:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=column < SIZE, other=0.0)
     return tile
 
 
 @triton.jit
 def _store_rows(
-    base, first, stride, num_tokens, value, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    target, head, first, stride_h, stride, num_tokens, value,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK_SIZE)[None, :]
-    at = base + tl.cast(first, tl.int64) * stride + row * stride + column
-    tl.store(at, value.to(base.dtype.element_ty), mask=(first + row < num_tokens) & (column < SIZE))
+    at = target + tl.cast(head, tl.int64) * stride_h + tl.cast(first, tl.int64) * stride + row * stride + column
+    tl.store(at, value.to(target.dtype.element_ty), mask=(first + row < num_tokens) & (column < SIZE))
 
 
 @triton.jit
@@ -98,13 +105,14 @@ def _key_ranges(low_T, first, num_tokens, BLOCK_Q: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _forward_walk(
-    acc, total, peak, q, k_base, v_base, stride_k, stride_v, start, stop, t, low, num_tokens, scale_log2, cap_scale,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    acc, total, peak, q, k, v, group, stride_kg, stride_k, stride_vg, stride_v, start, stop, t, low,
+    num_tokens, scale_log2, cap_scale,
+    TMA: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     for s_first in range(start, stop, BLOCK_K):
-        k = _rows(k_base, s_first, stride_k, num_tokens, D, BLOCK_D, BLOCK_K, MASKED)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        k_tile = _rows(k, group, s_first, stride_kg, stride_k, num_tokens, TMA, MASKED, D, BLOCK_D, BLOCK_K)
+        x = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
         if SOFTCAP:
             x = _tanh(x * cap_scale)
         if MASKED:
@@ -118,8 +126,8 @@ def _forward_walk(
         shrink = tl.exp2(peak - safe_peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = _rows(v_base, s_first, stride_v, num_tokens, E, BLOCK_E, BLOCK_K, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        v_tile = _rows(v, group, s_first, stride_vg, stride_v, num_tokens, TMA, MASKED, E, BLOCK_E, BLOCK_K)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         peak = new_peak
     return acc, total, peak
 
@@ -128,17 +136,16 @@ def _forward_walk(
 def forward_kernel(
     q, k, v, out, lse, sinks, low_T, num_tokens, scale_log2, cap_scale,
     stride_qh, stride_q, stride_kg, stride_k, stride_vg, stride_v, stride_oh, stride_o,
-    R: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    TMA: tl.constexpr, R: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head: out and lse. The longest walks (the last queries) start first."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
-    head = tl.program_id(1).to(tl.int64)
-    k_base = k + head // R * stride_kg
-    v_base = v + head // R * stride_vg
+    head = tl.program_id(1)
+    group = head // R
     t = first + tl.arange(0, BLOCK_Q)
     low = tl.load(low_T + t, mask=t < num_tokens, other=num_tokens)
-    q_tile = _rows(q + head * stride_qh, first, stride_q, num_tokens, D, BLOCK_D, BLOCK_Q, True)
+    q_tile = _rows(q, head, first, stride_qh, stride_q, num_tokens, TMA, True, D, BLOCK_D, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_E], tl.float32)
     if SINKS:  # a sink is a key without a value that every query sees first
         peak = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -148,20 +155,23 @@ def forward_kernel(
         total = tl.zeros([BLOCK_Q], tl.float32)
     a, b, c, end = _key_ranges(low_T, first, num_tokens, BLOCK_Q, BLOCK_K)
     acc, total, peak = _forward_walk(
-        acc, total, peak, q_tile, k_base, v_base, stride_k, stride_v, a, b, t, low, num_tokens, scale_log2, cap_scale,
-        SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
+        acc, total, peak, q_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, a, b, t, low,
+        num_tokens, scale_log2, cap_scale,
+        TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     acc, total, peak = _forward_walk(
-        acc, total, peak, q_tile, k_base, v_base, stride_k, stride_v, b, c, t, low, num_tokens, scale_log2, cap_scale,
-        SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
+        acc, total, peak, q_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, b, c, t, low,
+        num_tokens, scale_log2, cap_scale,
+        TMA, SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     acc, total, peak = _forward_walk(
-        acc, total, peak, q_tile, k_base, v_base, stride_k, stride_v, c, end, t, low, num_tokens, scale_log2, cap_scale,
-        SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
+        acc, total, peak, q_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, c, end, t, low,
+        num_tokens, scale_log2, cap_scale,
+        TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     acc = acc / total[:, None]
-    _store_rows(out + head * stride_oh, first, stride_o, num_tokens, acc, E, BLOCK_E, BLOCK_Q)
-    tl.store(lse + head * num_tokens + t, (peak + tl.log2(total)) * LN_2, mask=t < num_tokens)
+    _store_rows(out, head, first, stride_oh, stride_o, num_tokens, acc, E, BLOCK_E, BLOCK_Q)
+    tl.store(lse + head.to(tl.int64) * num_tokens + t, (peak + tl.log2(total)) * LN_2, mask=t < num_tokens)
 
 
 @triton.jit
@@ -171,35 +181,36 @@ def delta_kernel(
 ):  # fmt: skip
     """delta[h, t] = sum(dout * out) in fp32."""
     first = tl.program_id(0) * BLOCK
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1)
     t = first + tl.arange(0, BLOCK)
-    o = _rows(out + head * stride_oh, first, stride_o, num_tokens, E, BLOCK_E, BLOCK, True).to(tl.float32)
-    do = _rows(dout + head * stride_doh, first, stride_do, num_tokens, E, BLOCK_E, BLOCK, True).to(tl.float32)
-    tl.store(delta + head * num_tokens + t, tl.sum(o * do, 1), mask=t < num_tokens)
+    o = _rows(out, head, first, stride_oh, stride_o, num_tokens, False, True, E, BLOCK_E, BLOCK)
+    do = _rows(dout, head, first, stride_doh, stride_do, num_tokens, False, True, E, BLOCK_E, BLOCK)
+    product = o.to(tl.float32) * do.to(tl.float32)
+    tl.store(delta + head.to(tl.int64) * num_tokens + t, tl.sum(product, 1), mask=t < num_tokens)
 
 
 @triton.jit
 def _dq_walk(
-    dq, q, do, lse_log2, delta, k_base, v_base, stride_k, stride_v, start, stop, t, low, num_tokens,
-    scale_log2, cap_scale,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    dq, q, do, lse_log2, delta, k, v, group, stride_kg, stride_k, stride_vg, stride_v, start, stop, t, low,
+    num_tokens, scale_log2, cap_scale,
+    TMA: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     for s_first in range(start, stop, BLOCK_K):
-        k = _rows(k_base, s_first, stride_k, num_tokens, D, BLOCK_D, BLOCK_K, MASKED)
-        v = _rows(v_base, s_first, stride_v, num_tokens, E, BLOCK_E, BLOCK_K, MASKED)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        k_tile = _rows(k, group, s_first, stride_kg, stride_k, num_tokens, TMA, MASKED, D, BLOCK_D, BLOCK_K)
+        v_tile = _rows(v, group, s_first, stride_vg, stride_v, num_tokens, TMA, MASKED, E, BLOCK_E, BLOCK_K)
+        x = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
         if SOFTCAP:
             x = _tanh(x * cap_scale)
         p = tl.exp2(x * scale_log2 - lse_log2[:, None])
         if MASKED:
             s = s_first + tl.arange(0, BLOCK_K)
             p = tl.where((s[None, :] <= t[:, None]) & (s[None, :] >= low[:, None]), p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        dp = tl.dot(do, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * (1.0 - x * x)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
     return dq
 
 
@@ -207,69 +218,67 @@ def _dq_walk(
 def dq_kernel(
     q, k, v, dout, lse, delta, dq, low_T, num_tokens, scale, scale_log2, cap_scale,
     stride_qh, stride_q, stride_kg, stride_k, stride_vg, stride_v, stride_doh, stride_do, stride_dqh, stride_dq,
-    R: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    TMA: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head: dq."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
-    head = tl.program_id(1).to(tl.int64)
-    k_base = k + head // R * stride_kg
-    v_base = v + head // R * stride_vg
+    head = tl.program_id(1)
+    group = head // R
     t = first + tl.arange(0, BLOCK_Q)
     low = tl.load(low_T + t, mask=t < num_tokens, other=num_tokens)
-    q_tile = _rows(q + head * stride_qh, first, stride_q, num_tokens, D, BLOCK_D, BLOCK_Q, True)
-    do_tile = _rows(dout + head * stride_doh, first, stride_do, num_tokens, E, BLOCK_E, BLOCK_Q, True)
-    lse_log2 = tl.load(lse + head * num_tokens + t, mask=t < num_tokens, other=0.0) * LOG2_E
-    delta_tile = tl.load(delta + head * num_tokens + t, mask=t < num_tokens, other=0.0)
+    q_tile = _rows(q, head, first, stride_qh, stride_q, num_tokens, TMA, True, D, BLOCK_D, BLOCK_Q)
+    do_tile = _rows(dout, head, first, stride_doh, stride_do, num_tokens, TMA, True, E, BLOCK_E, BLOCK_Q)
+    lse_log2 = tl.load(lse + head.to(tl.int64) * num_tokens + t, mask=t < num_tokens, other=0.0) * LOG2_E
+    delta_tile = tl.load(delta + head.to(tl.int64) * num_tokens + t, mask=t < num_tokens, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     a, b, c, end = _key_ranges(low_T, first, num_tokens, BLOCK_Q, BLOCK_K)
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse_log2, delta_tile, k_base, v_base, stride_k, stride_v, a, b, t, low, num_tokens,
-        scale_log2, cap_scale, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
+        acc, q_tile, do_tile, lse_log2, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, a, b,
+        t, low, num_tokens, scale_log2, cap_scale, TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse_log2, delta_tile, k_base, v_base, stride_k, stride_v, b, c, t, low, num_tokens,
-        scale_log2, cap_scale, SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
+        acc, q_tile, do_tile, lse_log2, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, b, c,
+        t, low, num_tokens, scale_log2, cap_scale, TMA, SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse_log2, delta_tile, k_base, v_base, stride_k, stride_v, c, end, t, low, num_tokens,
-        scale_log2, cap_scale, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
+        acc, q_tile, do_tile, lse_log2, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, c, end,
+        t, low, num_tokens, scale_log2, cap_scale, TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
-    _store_rows(dq + head * stride_dqh, first, stride_dq, num_tokens, acc * scale, D, BLOCK_D, BLOCK_Q)
+    _store_rows(dq, head, first, stride_dqh, stride_dq, num_tokens, acc * scale, D, BLOCK_D, BLOCK_Q)
 
 
 @triton.jit
 def _dkdv_walk(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, stride_q, stride_do, start, stop, s, high, num_tokens,
-    scale_log2, cap_scale,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
+    dk, dv, k, v, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do, start, stop, s, high,
+    num_tokens, scale_log2, cap_scale,
+    TMA: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Transposed: rows are keys, columns are queries, so that p and ds enter their products as they are."""
     for t_first in range(start, stop, BLOCK_Q):
         t = t_first + tl.arange(0, BLOCK_Q)
-        q = _rows(q_base, t_first, stride_q, num_tokens, D, BLOCK_D, BLOCK_Q, MASKED)
+        q_tile = _rows(q, head, t_first, stride_qh, stride_q, num_tokens, TMA, MASKED, D, BLOCK_D, BLOCK_Q)
+        at = head.to(tl.int64) * num_tokens + t
         if MASKED:
-            lse = tl.load(lse_base + t, mask=t < num_tokens, other=0.0)
+            lse_tile = tl.load(lse + at, mask=t < num_tokens, other=0.0)
+            delta_tile = tl.load(delta + at, mask=t < num_tokens, other=0.0)
         else:
-            lse = tl.load(lse_base + t)
-        x = tl.dot(k, tl.trans(q), input_precision="ieee")
+            lse_tile = tl.load(lse + at)
+            delta_tile = tl.load(delta + at)
+        x = tl.dot(k, tl.trans(q_tile), input_precision="ieee")
         if SOFTCAP:
             x = _tanh(x * cap_scale)
-        p = tl.exp2(x * scale_log2 - (lse * LOG2_E)[None, :])
+        p = tl.exp2(x * scale_log2 - (lse_tile * LOG2_E)[None, :])
         if MASKED:
             p = tl.where((t[None, :] >= s[:, None]) & (t[None, :] < high[:, None]), p, 0.0)
-        do = _rows(do_base, t_first, stride_do, num_tokens, E, BLOCK_E, BLOCK_Q, MASKED)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        if MASKED:
-            delta = tl.load(delta_base + t, mask=t < num_tokens, other=0.0)
-        else:
-            delta = tl.load(delta_base + t)
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        ds = p * (dp - delta[None, :])
+        do_tile = _rows(dout, head, t_first, stride_doh, stride_do, num_tokens, TMA, MASKED, E, BLOCK_E, BLOCK_Q)
+        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do_tile), input_precision="ieee")
+        ds = p * (dp - delta_tile[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - x * x)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -278,17 +287,17 @@ def dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, high_T, num_tokens, scale, scale_log2, cap_scale,
     stride_qh, stride_q, stride_kg, stride_k, stride_vg, stride_v, stride_doh, stride_do,
     stride_dkg, stride_dk, stride_dvg, stride_dv,
-    R: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    TMA: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key/value head: dk and dv, summed over its query heads in order."""
     tl.static_assert(BLOCK_K % BLOCK_Q == 0)
     first = tl.program_id(0) * BLOCK_K
-    group = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(1)
     s = first + tl.arange(0, BLOCK_K)
     high = tl.load(high_T + s, mask=s < num_tokens, other=0)
-    k_tile = _rows(k + group * stride_kg, first, stride_k, num_tokens, D, BLOCK_D, BLOCK_K, True)
-    v_tile = _rows(v + group * stride_vg, first, stride_v, num_tokens, E, BLOCK_E, BLOCK_K, True)
+    k_tile = _rows(k, group, first, stride_kg, stride_k, num_tokens, TMA, True, D, BLOCK_D, BLOCK_K)
+    v_tile = _rows(v, group, first, stride_vg, stride_v, num_tokens, TMA, True, E, BLOCK_E, BLOCK_K)
     dk_tile = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, BLOCK_E], tl.float32)
     end = tl.load(high_T + tl.minimum(first + BLOCK_K, num_tokens) - 1)
@@ -296,24 +305,20 @@ def dkdv_kernel(
     c = tl.maximum(tl.load(high_T + first) // BLOCK_Q * BLOCK_Q, b)
     for member in range(R):
         head = group * R + member
-        q_base = q + head * stride_qh
-        do_base = dout + head * stride_doh
-        lse_base = lse + head * num_tokens
-        delta_base = delta + head * num_tokens
         dk_tile, dv_tile = _dkdv_walk(
-            dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse_base, delta_base, stride_q, stride_do,
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do,
             first, tl.minimum(b, end), s, high, num_tokens, scale_log2, cap_scale,
-            SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
+            TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_walk(
-            dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse_base, delta_base, stride_q, stride_do,
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do,
             b, c, s, high, num_tokens, scale_log2, cap_scale,
-            SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
+            TMA, SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_walk(
-            dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse_base, delta_base, stride_q, stride_do,
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do,
             c, end, s, high, num_tokens, scale_log2, cap_scale,
-            SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
+            TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
         )  # fmt: skip
-    _store_rows(dk + group * stride_dkg, first, stride_dk, num_tokens, dk_tile * scale, D, BLOCK_D, BLOCK_K)
-    _store_rows(dv + group * stride_dvg, first, stride_dv, num_tokens, dv_tile, E, BLOCK_E, BLOCK_K)
+    _store_rows(dk, group, first, stride_dkg, stride_dk, num_tokens, dk_tile * scale, D, BLOCK_D, BLOCK_K)
+    _store_rows(dv, group, first, stride_dvg, stride_dv, num_tokens, dv_tile, E, BLOCK_E, BLOCK_K)
