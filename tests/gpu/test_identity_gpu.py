@@ -1,4 +1,4 @@
-"""On a GPU: the engine equals the reference loop, itself from run to run, and itself under every placement and chaos."""
+"""On a GPU: the engine equals the reference loop, and itself from run to run, under every placement and chaos."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.engine.chaos import Chaos
+from megatrain.models.batch import TokenBatch
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
 from tests import reference
@@ -33,7 +34,11 @@ PLACEMENTS = {
 def batches(steps: int = STEPS):
     """Steps of 3 micro-batches of 256 tokens in uneven documents."""
     lengths = [(100, 156), (256,), (17, 19, 120, 100)]
-    return [[tiny_batch(cut, seed=10 * step + i) for i, cut in enumerate(lengths)] for step in range(steps)]
+    return [[on_gpu(tiny_batch(cut, seed=10 * step + i)) for i, cut in enumerate(lengths)] for step in range(steps)]
+
+
+def on_gpu(batch: TokenBatch) -> TokenBatch:
+    return TokenBatch(*(tensor.cuda() for tensor in batch))
 
 
 def streamed(family: str, precision: str, placement: Placement, *, chaos: Chaos | None = None, compiled: bool = False):
@@ -50,7 +55,7 @@ def streamed(family: str, precision: str, placement: Placement, *, chaos: Chaos 
         run.close()
 
 
-def plain(family: str, precision: str, prepare=lambda model: None) -> reference.Result:
+def plain(family: str, precision: str, prepare=lambda _: None) -> reference.Result:
     config = tiny_config(family)
     return reference.train(
         config, tiny_masters(model_spec(config)), batches(), HYPERS, precision=precision, max_grad_norm=1.0,
@@ -97,6 +102,19 @@ def test_fifty_seeds_of_chaos_change_no_bit():
     for seed in range(50):
         _, state = streamed("gemma3", "bf16", placements[seed % len(placements)], chaos=Chaos(seed, max_delay_s=0.0005))
         assert same_bytes(state, want) == [], f"seed {seed}"
+
+
+def test_a_step_never_synchronises_with_the_host():
+    config = tiny_config("llama")
+    run = Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="bf16", device="cuda")
+    steps = batches()
+    run.train(steps[:2], HYPERS[:2])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.train(steps[2:4], HYPERS[2:4])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        run.close()
 
 
 def test_no_device_memory_is_allocated_after_the_second_step():

@@ -114,7 +114,7 @@ def test_pinning_covers_every_byte_once_in_pieces(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pinned, "PIECE_BYTES", MIB)
     arena = HostArena(2 * MIB + 4096)
     start = arena.view(0, 1, torch.uint8).data_ptr()
-    result = register(arena)
+    result = register([arena.view(0, arena.num_bytes, torch.uint8)])
     assert result.refused is None
     assert result.pinned_bytes == arena.num_bytes
     assert runtime.live == {start: MIB, start + MIB: MIB, start + 2 * MIB: 4096}
@@ -128,7 +128,7 @@ def test_refused_pinning_leaves_nothing_pinned_and_says_how_far_it_came(monkeypa
     runtime = FakeRuntime(refuse_at=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(pinned, "PIECE_BYTES", MIB)
-    result = register(HostArena(4 * MIB))
+    result = register([HostArena(4 * MIB).view(0, 4 * MIB, torch.uint8)])
     assert result.pinned_bytes == 0
     assert result.refused is not None
     assert "CUDA error 2 after 2,097,152 of 4,194,304 bytes" in result.refused

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatrain.errors import PlanError
-from megatrain.memory import HostArena, Pinned
+from megatrain.memory import Pinned
 from megatrain.models.layout import Layout, layout_of
 from megatrain.models.spec import SegmentSpec, TensorSpec
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -196,12 +198,12 @@ def test_disk_state_and_foreign_layouts_are_refused():
 
 
 def test_only_what_travels_is_pinned_and_close_unpins(monkeypatch: pytest.MonkeyPatch):
-    pinned_arenas: list[HostArena] = []
+    pinned_sizes: list[int] = []
     unpinned: list[Pinned] = []
 
-    def fake_register(arena: HostArena) -> Pinned:
-        pinned_arenas.append(arena)
-        return Pinned(arena.num_bytes, (), "refused after 0 bytes")
+    def fake_register(buffers: Sequence[torch.Tensor]) -> Pinned:
+        pinned_sizes.extend(buffer.nbytes for buffer in buffers)
+        return Pinned(sum(pinned_sizes), (), "refused after 0 bytes")
 
     monkeypatch.setattr(store_module, "register", fake_register)
     monkeypatch.setattr(store_module, "unregister", unpinned.append)
@@ -209,7 +211,7 @@ def test_only_what_travels_is_pinned_and_close_unpins(monkeypatch: pytest.Monkey
     layout = layout_of(SEGMENTS[1])
     with pytest.warns(UserWarning, match="refused after 0 bytes; copies will be slower"):
         store = SegmentStore([layout], "bf16", plan, torch.device("cuda"))
-    assert [arena.num_bytes for arena in pinned_arenas] == [2 * 4096]  # w and grad, a page each
+    assert pinned_sizes == [store.flat("L000", kind).nbytes for kind in ("w", "grad")]
     store.close()
     assert len(unpinned) == 1
     store.close()

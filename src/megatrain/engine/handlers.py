@@ -14,6 +14,8 @@ from torch import Tensor
 from megatrain import optim
 from megatrain.engine.places import Places
 from megatrain.engine.rules import Rule, trainable_entries
+from megatrain.engine.scalars import Scalars
+from megatrain.memory import copy_in_pieces
 from megatrain.models.batch import TokenBatch
 from megatrain.models.grad import Kept, block_backward, block_backward_kept, block_keep, embed_backward
 from megatrain.models.loss import head_backward, head_loss
@@ -44,8 +46,6 @@ class Step:
     write_segment: Callable[[str], None] | None = None
     calls: dict[int, LayerCalls] = field(default_factory=dict)
     kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    sums: dict[str, Tensor | np.ndarray] = field(default_factory=dict)
 
 
 class Handlers:
@@ -68,6 +68,7 @@ class Handlers:
         self.loss_chunk_tokens = loss_chunk_tokens
         self.step = Step()
         self.cell: Cell | None = None
+        self.scalars = Scalars()
         self.block_index = {segment.name: i for i, segment in enumerate(template.spec.blocks)}
         self.table: Mapping[Kind, Callable[[Op], None]] = {
             Kind.FETCH: self.fetch,
@@ -89,13 +90,13 @@ class Handlers:
 
     # --- travel ------------------------------------------------------------------------------------------------
     def fetch(self, op: Op) -> None:
-        self.places.flat(op.writes[0], op.segment).copy_(self.store.flat(op.segment, "w"), non_blocking=True)
+        copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.store.flat(op.segment, "w"))
 
     def fetch_grad(self, op: Op) -> None:
-        self.places.flat(op.writes[0], op.segment).copy_(self.store.flat(op.segment, "grad"), non_blocking=True)
+        copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.store.flat(op.segment, "grad"))
 
     def drain(self, op: Op) -> None:
-        self.store.flat(op.segment, "grad").copy_(self.places.flat(op.reads[0], op.segment), non_blocking=True)
+        copy_in_pieces(self.store.flat(op.segment, "grad"), self.places.flat(op.reads[0], op.segment))
 
     def zero(self, op: Op) -> None:
         place = op.writes[0]
@@ -123,30 +124,32 @@ class Handlers:
             out = self.template.block(index, weights, h, calls)
         self.places.hidden(op.writes[0]).copy_(out.detach())
 
-    def _head(self, op: Op) -> tuple[int, TokenBatch, dict[str, Tensor], Tensor]:
-        m, batch = self._batch(op)
+    def _head(self, op: Op) -> tuple[TokenBatch, dict[str, Tensor], Tensor]:
+        _, batch = self._batch(op)
         weights = self.places.views(op.reads[0], op.segment)
         if self.places.tied is not None:
             embedding = self.places.views(op.reads[1], "EMBED")[self.places.tied.tensor.local]
             weights = weights | {"lm_head.weight": embedding}
-        return m, batch, weights, self.places.hidden(_one(op.reads, "act"))
+        return batch, weights, self.places.hidden(_one(op.reads, "act"))
 
     def head(self, op: Op) -> None:
-        m, batch, weights, h = self._head(op)
+        batch, weights, h = self._head(op)
         grads: dict[str, Tensor] = {}
         for place in op.writes:
             if place == TIED_GRAD:
                 grads["lm_head.weight"] = self.places.tied_grad()
             elif place.pool == "g":
                 grads |= self.places.views(place, op.segment)
-        self.step.losses[m], dh = head_backward(
+        loss, dh = head_backward(
             self.template, weights, grads, h, batch.labels_T, self.step.inv_denominator, self.loss_chunk_tokens
         )
+        self.scalars.put(str(_one(op.writes, "loss")), loss)
         self.places.hidden(_one(op.writes, "dact")).copy_(dh)
 
     def loss(self, op: Op) -> None:
-        m, batch, weights, h = self._head(op)
-        self.step.losses[m] = head_loss(self.template, weights, h, batch.labels_T, self.loss_chunk_tokens)
+        batch, weights, h = self._head(op)
+        loss = head_loss(self.template, weights, h, batch.labels_T, self.loss_chunk_tokens)
+        self.scalars.put(str(op.writes[0]), loss)
 
     # --- backward ----------------------------------------------------------------------------------------------
     def _grads(self, op: Op) -> dict[str, Tensor]:
@@ -177,17 +180,17 @@ class Handlers:
     # --- update ------------------------------------------------------------------------------------------------
     def norm(self, op: Op) -> None:
         layout = self.store.layouts[op.segment]
-        self.step.sums[op.segment] = self.device_rule.sums(layout, self.places.flat(op.reads[0], op.segment))
+        self.scalars.put(str(op.writes[0]), self.device_rule.sums(layout, self.places.flat(op.reads[0], op.segment)))
 
-    def clip(self, _op: Op) -> None:
+    def clip(self, op: Op) -> None:
         assert self.step.hyper is not None
         sums: dict[str, float] = {}
-        for segment, values in self.step.sums.items():
-            entries = trainable_entries(self.store.layouts[segment])
-            sums |= {e.tensor.name: float(x) for e, x in zip(entries, values.tolist(), strict=True)}
+        for place in (place for place in op.reads if place.pool == "norm"):
+            names = [entry.tensor.name for entry in trainable_entries(self.store.layouts[str(place.key)])]
+            sums |= zip(names, self.scalars.get(str(place)), strict=True)
         names = sorted(sums)
         norm = optim.total_norm([sums[name] for name in names])
-        loss_sum = sum(loss.item() for _, loss in sorted(self.step.losses.items()))
+        loss_sum = sum(self.scalars.get(str(place))[0] for place in op.reads if place.pool == "loss")
         finite = bool(np.isfinite(norm) and np.isfinite(loss_sum))
         scalars = None
         if finite:

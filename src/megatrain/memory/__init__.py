@@ -15,13 +15,14 @@ from megatrain.memory.limits import (
     peak_rss_bytes,
     reset_peak_rss,
 )
-from megatrain.memory.pinned import Pinned, register, unregister
+from megatrain.memory.pinned import Pinned, copy_in_pieces, register, unregister
 
 __all__ = [
     "DeviceArena",
     "HostArena",
     "Pinned",
     "available_ram_bytes",
+    "copy_in_pieces",
     "drop_page_cache",
     "locked_memory_limit_bytes",
     "peak_rss_bytes",

@@ -1,12 +1,17 @@
-"""Pinning: page-locks a host arena for DMA, in pieces, and says plainly when that is refused."""
+"""Pinning: page-locks host buffers for DMA, in pieces, and says plainly when that is refused.
+
+CUDA refuses a copy that spans two registrations ("invalid argument", seen on an H200), so a buffer is registered by
+itself, in pieces counted from its own start, and `copy_in_pieces` never crosses a piece.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from megatrain.memory.host import HostArena
 from megatrain.memory.limits import locked_memory_limit_bytes
 
 # One registration of several GiB is refused on some systems as "invalid argument".
@@ -29,20 +34,29 @@ class Pinned:
         return sum(size_bytes for _, size_bytes in self.pieces)
 
 
-def register(arena: HostArena) -> Pinned:
-    """Page-locks the whole arena for CUDA. Needs a CUDA device. On refusal nothing stays pinned."""
+def register(buffers: Sequence[Tensor]) -> Pinned:
+    """Page-locks whole, page-aligned host buffers for CUDA. Needs a CUDA device. On refusal nothing stays pinned."""
     runtime = torch.cuda.cudart()
-    address = arena.view(0, arena.num_bytes, torch.uint8).data_ptr()
+    total_bytes = sum(buffer.nbytes for buffer in buffers)
     pieces: list[tuple[int, int]] = []
-    for start_bytes in range(0, arena.num_bytes, PIECE_BYTES):
-        size_bytes = min(PIECE_BYTES, arena.num_bytes - start_bytes)
-        status = int(runtime.cudaHostRegister(address + start_bytes, size_bytes, 0))
-        if status != 0:
-            refused = _refusal(arena.num_bytes, start_bytes, status)
-            unregister(Pinned(arena.num_bytes, tuple(pieces), refused))
-            return Pinned(arena.num_bytes, (), refused)
-        pieces.append((address + start_bytes, size_bytes))
-    return Pinned(arena.num_bytes, tuple(pieces), None)
+    for buffer in buffers:
+        for start_bytes in range(0, buffer.nbytes, PIECE_BYTES):
+            size_bytes = min(PIECE_BYTES, buffer.nbytes - start_bytes)
+            status = int(runtime.cudaHostRegister(buffer.data_ptr() + start_bytes, size_bytes, 0))
+            if status != 0:
+                pinned = Pinned(total_bytes, tuple(pieces), None)
+                refused = _refusal(total_bytes, pinned.pinned_bytes, status)
+                unregister(pinned)
+                return Pinned(total_bytes, (), refused)
+            pieces.append((buffer.data_ptr() + start_bytes, size_bytes))
+    return Pinned(total_bytes, tuple(pieces), None)
+
+
+def copy_in_pieces(target: Tensor, source: Tensor) -> None:
+    """target.copy_(source), asynchronous on the current stream. One of them is a whole registered buffer, both 1-D."""
+    piece = PIECE_BYTES // source.itemsize
+    for start in range(0, source.numel(), piece):
+        target[start : start + piece].copy_(source[start : start + piece], non_blocking=True)
 
 
 def unregister(pinned: Pinned) -> None:

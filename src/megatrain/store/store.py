@@ -63,7 +63,7 @@ class SegmentStore:
         for (segment, kind, count), offset_bytes in zip(rows, offsets_bytes, strict=True):
             self._flats[segment, kind] = arena.view(offset_bytes, count, self.dtype(kind))
         if pin:
-            self.pinned = register(arena)
+            self.pinned = register([self._flats[segment, kind] for segment, kind, _ in rows])
             if self.pinned.refused:
                 warnings.warn(f"{self.pinned.refused}; copies will be slower", stacklevel=3)
 
