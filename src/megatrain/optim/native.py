@@ -15,6 +15,8 @@ NUMPY = "numpy"
 
 
 class Chosen(NamedTuple):
+    """The native module and the instruction set it will use."""
+
     module: ModuleType
     isa: str
 

@@ -1,0 +1,170 @@
+"""The memory table: exact rows are what the store and the engine allocate; a misfit is refused with numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatrain.config import Memory, RunConfig, resolved
+from megatrain.engine.places import place_bytes
+from megatrain.errors import PlanError
+from megatrain.hardware import Machine
+from megatrain.models.layout import layout_of
+from megatrain.models.spec import ModelSpec
+from megatrain.models.spec_of import model_spec
+from megatrain.planner import MemoryTable, plan_run, refuse_misfit
+from megatrain.schedule.plan import Plan, validate
+from megatrain.store import SegmentStore
+
+GIB, TIB = 1 << 30, 1 << 40
+CPU = Machine("cpu", "a processor", 0, 0, 64 * GIB, 60 * GIB, TIB, 2, "x86_64 avx2")
+GPU = replace(CPU, device="cuda", hbm_total_bytes=80 * GIB, hbm_free_bytes=79 * GIB, ram_available_bytes=500 * GIB)
+SLOT_ROWS = (
+    "slots and homes of EMBED and HEAD",
+    "homes of resident blocks",
+    "shared weight slots",
+    "shared gradient slots",
+    "second gradient of the tied embedding",
+    "boundary activations of a round",
+)
+
+
+def spec_of(num_layers: int = 4, hidden_size: int = 256, tied: bool = True, freeze: tuple[str, ...] = ()) -> ModelSpec:
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        max_position_embeddings=65536,
+    )
+    return model_spec(config, freeze=freeze)
+
+
+def config_of(device: str, **keys: object) -> RunConfig:
+    base = {"model": "m", "dataset": "d", "max_length": 512, "train_batch_size": 8, **keys}
+    return resolved(RunConfig(**base), "cuda" if device == "cuda" else "cpu", 2)
+
+
+def row_bytes(table: MemoryTable, *names: str) -> int:
+    return sum(row.num_bytes for row in table.rows if row.component in names)
+
+
+def slots_of(spec: ModelSpec, plan: Plan, config: RunConfig, compute_bytes: int) -> int:
+    """What the engine asks its device arena for."""
+    assert config.micro_batch_tokens is not None
+    layouts = {segment.name: layout_of(segment) for segment in spec.segments}
+    return sum(place_bytes(spec, plan, layouts, compute_bytes, config.micro_batch_tokens).values())
+
+
+@pytest.mark.parametrize("freeze", [(), ("embed_tokens",), (r"layers\.0\.",)])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_exact_rows_are_what_store_and_engine_allocate(tied: bool, precision: str, freeze: tuple[str, ...]) -> None:
+    spec = spec_of(2, 64, tied, freeze)
+    config = config_of("cpu", precision=precision, micro_batch_tokens=1024)
+    plan, table = plan_run(spec, config, CPU)
+    validate(plan)
+    store = SegmentStore([layout_of(s) for s in spec.segments], config.precision, plan, torch.device("cpu"))
+    kinds = store.num_bytes()["ram"]
+    assert row_bytes(table, "weights") == kinds["w"]
+    assert row_bytes(table, "optimizer state") == kinds["m"] + kinds["v"] + kinds.get("lo", 0)
+    assert row_bytes(table, "gradients") == kinds["grad"]
+    assert row_bytes(table, *SLOT_ROWS) == slots_of(spec, plan, config, 2 if precision == "bf16" else 4)
+    assert {row.tier for row in table.rows} == {"ram", "disk"}
+    store.close()
+
+
+def test_a_model_that_fits_stays_in_hbm() -> None:
+    spec, config = spec_of(), config_of("cuda")
+    plan, table = plan_run(spec, config, GPU)
+    validate(plan)
+    assert all(segment.state == "hbm" for segment in plan.segments)
+    assert all(block.activations == "keep" for block in plan.blocks)
+    assert row_bytes(table, "weights", "optimizer state", "gradients") == 0
+    homes = sum(layout_of(s).num_elements for s in spec.segments) * 12
+    assert row_bytes(table, *SLOT_ROWS) == slots_of(spec, plan, config, 2) + homes
+    assert table.overall == "FITS"
+
+
+def test_a_model_that_does_not_fit_streams_and_uses_what_is_spare() -> None:
+    spec, config = spec_of(48, 4096), config_of("cuda", train_batch_size=64)
+    plan, table = plan_run(spec, config, GPU)
+    validate(plan)
+    states = [segment.state for segment in plan.segments]
+    assert (states[0], states[-1]) == ("hbm", "hbm")
+    assert 0 < states[1:-1].count("hbm") < 48
+    assert states[1:-1] == sorted(states[1:-1]), "the front blocks are the resident ones"
+    assert table.verdict("hbm") == "FITS"
+    assert plan.round_micro_batches == 2
+    assert row_bytes(table, "gradients") == 4 * sum(
+        layout_of(s).num_trainable for s, p in zip(spec.segments, plan.segments, strict=True) if p.state == "ram"
+    )
+
+
+def test_more_rounds_when_activations_do_not_fit() -> None:
+    spec = spec_of(48, 4096)
+    small = replace(GPU, hbm_free_bytes=24 * GIB)
+    sizes = [
+        plan_run(spec, config_of("cuda", train_batch_size=batch), small)[0].round_micro_batches
+        for batch in (32, 128, 512)
+    ]
+    assert sizes[0] == 1
+    assert sizes[2] < 16
+    one = plan_run(spec, config_of("cuda", train_batch_size=512, round_micro_batches=1), small)[0]
+    assert one.round_micro_batches == 1
+
+
+def test_the_user_decides_placement() -> None:
+    spec = spec_of()
+    plan, _ = plan_run(spec, config_of("cuda", activations="recompute", weight_slots=3), GPU)
+    assert all(block.activations == "recompute" for block in plan.blocks)
+    assert plan.weight_slots == 3
+    budget = Memory(hbm="2GiB")
+    plan, table = plan_run(spec_of(48, 2048), config_of("cuda", memory=budget, micro_batch_tokens=512), GPU)
+    assert table.budgets["hbm"] == 2 * GIB
+    assert table.total_bytes("hbm") <= 2 * GIB
+    assert any(segment.state == "ram" for segment in plan.segments)
+
+
+def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
+    spec = spec_of(48, 4096)
+    small = replace(GPU, hbm_free_bytes=8 * GIB)
+    config = config_of("cuda", train_batch_size=64)
+    _, table = plan_run(spec, config, small)
+    assert table.overall == "NO"
+    with pytest.raises(PlanError) as error:
+        refuse_misfit(spec, config, small, table)
+    message = str(error.value)
+    assert "of hbm, the budget is 8.00 GiB" in message
+    enough = int(message.split("memory.hbm: ")[1].split("MiB")[0])
+    assert plan_run(spec, config, replace(GPU, hbm_free_bytes=enough << 20))[1].verdict("hbm") != "NO"
+    assert plan_run(spec, config, replace(GPU, hbm_free_bytes=(enough - 1) << 20))[1].verdict("hbm") == "NO"
+    tokens = int(message.split("micro_batch_tokens: ")[1].split(",")[0].split(" ")[0])
+    fitting = config.model_copy(update={"micro_batch_tokens": tokens, "loss_chunk_tokens": min(2048, tokens)})
+    assert plan_run(spec, fitting, small)[1].overall != "NO"
+
+
+@pytest.mark.parametrize(
+    ("tier", "machine"), [("ram", replace(CPU, ram_available_bytes=GIB)), ("disk", replace(CPU, disk_free_bytes=GIB))]
+)
+def test_every_tier_is_refused_before_a_byte_moves(tier: str, machine: Machine) -> None:
+    spec, config = spec_of(8, 1024), config_of("cpu")
+    _, table = plan_run(spec, config, machine)
+    with pytest.raises(PlanError, match=f"of {tier}, the budget is 1.00 GiB"):
+        refuse_misfit(spec, config, machine, table)
+    refuse_misfit(spec, config, CPU, plan_run(spec, config, CPU)[1])
+
+
+def test_the_planner_starts_without_torch() -> None:
+    code = "import sys, json, megatrain.planner, megatrain.config; print(json.dumps('torch' in sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(shown) is False
