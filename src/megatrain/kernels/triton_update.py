@@ -81,7 +81,7 @@ def leaf_kernel(grad, starts, counts, values):
 
 @triton.jit
 def tensor_kernel(grad, values, starts, counts, one_element_leaves, sums):
-    """sums[i] = the sum of tensor i's leaf values: `values`, or the squares of `grad` where leaves are single elements."""
+    """sums[i] = the sum of tensor i's leaves: of `values`, or of the squares of `grad` where leaves are elements."""
     tensor = tl.program_id(0)
     start = tl.load(starts + tensor)
     count = tl.load(counts + tensor)
