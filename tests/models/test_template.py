@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.errors import ModelError
 from megatrain.models.grad import _Rebinding, block_backward, block_backward_kept, block_keep
 from megatrain.models.recorders import GivenBackbone, Recorder, Tape
-from megatrain.models.template import ModelTemplate
+from megatrain.models.template import ModelTemplate, leaves_of
 from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
 from tests.models.streamed import Homes, streamed_logits, streamed_step
 from tests.reference import add_gradients, compute_weight
@@ -131,6 +131,14 @@ def test_layers_that_talk_to_each_other_are_refused_by_name(value: object, refus
             recorder(h, shared=value)
     else:
         assert recorder(h, shared=value) is h
+
+
+def test_no_work_for_gradients_of_frozen_tensors() -> None:
+    template = ModelTemplate(tiny_config("llama"), CPU, torch.float32, freeze=["proj"])
+    homes = Homes(template, tiny_masters(template.spec), "fp32")
+    leaves = leaves_of(homes.fetch("L000", 0), template.trainable(template.spec.blocks[0]))
+    trained = {name for name, leaf in leaves.items() if leaf.requires_grad}
+    assert trained == {"input_layernorm.weight", "post_attention_layernorm.weight"}
 
 
 def test_embed_keeps_nothing_of_the_batch() -> None:
