@@ -87,4 +87,5 @@ def test_the_norm_beyond_two_to_the_31_elements(aliased):
     leaves = longer[: 512 * WINDOW]
     assert leaves.size == 2**31
     assert optim.tensor_sum_squares(leaves.reshape(512, -1), 2) == pytest.approx(512 * leaf_sum, rel=1e-13)
-    assert optim.tensor_sum_squares(leaves.reshape(1, -1)) == pytest.approx(512 * leaf_sum, rel=1e-13)
+    # One leaf: 2^23 additions a lane, each rounded.
+    assert optim.tensor_sum_squares(leaves.reshape(1, -1)) == pytest.approx(512 * leaf_sum, rel=1e-10)
