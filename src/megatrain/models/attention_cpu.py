@@ -146,7 +146,8 @@ def _scores(
         s_GRBS = tanh_GRBS.mul_(softcap)
     else:
         s_GRBS.mul_(scale)
-    age_BS = torch.arange(first, last).unsqueeze(1) - torch.arange(low, last)
+    t_B, s_S = torch.arange(first, last, device=k_GND.device), torch.arange(low, last, device=k_GND.device)
+    age_BS = t_B.unsqueeze(1) - s_S
     if window:
         s_GRBS.masked_fill_((age_BS < 0) | (age_BS >= window), float("-inf"))
     else:
