@@ -238,7 +238,7 @@ def _tensors_in(files: Files, fd: int, path: Path, start: int, stop: int) -> str
         return ""
     try:
         tensors = read_header(files, fd, path)
-    except ModelError:
+    except (ModelError, OSError):
         return ", in its header"
     hit = [name for name, info in tensors.items() if info.start_bytes < stop and start < info.stop_bytes]
     return f": tensor {', '.join(hit)}" if hit else ", in its header"

@@ -88,10 +88,11 @@ def _open_all(folder: Path, files: Files, closing: ExitStack) -> Mapping[str, _S
         path = folder / shard
         try:
             fd = files.open(path)
+            closing.callback(files.close, fd)
+            header = read_header(files, fd, path)
         except OSError as failure:
             raise ModelError(cannot_read(path, failure)) from failure
-        closing.callback(files.close, fd)
-        for name, info in read_header(files, fd, path).items():
+        for name, info in header.items():
             if name in stored:
                 raise ModelError(f"tensor {name} is in {stored[name].path} and in {path}; one of them must go")
             stored[name] = _Stored(path, fd, info)

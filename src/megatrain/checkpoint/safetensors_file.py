@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.fs import BLOCK_BYTES, Files, cannot_read, read_exactly, strict_json
+from megatrain.checkpoint.fs import BLOCK_BYTES, Files, read_exactly, strict_json
 from megatrain.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -56,22 +56,19 @@ class WriteTensor:
 
 def read_header(files: Files, fd: int, path: Path) -> dict[str, TensorInfo]:
     """Every tensor of an open file. ModelError, naming file and tensor, if the header does not fit the file exactly."""
-    try:
-        file_bytes = files.size_bytes(fd)
-        if file_bytes < 8:
-            raise ModelError(f"{path}: {file_bytes} bytes long, too short for a safetensors file; fetch it again")
-        length = bytearray(8)
-        read_exactly(files, fd, length, 0, path)
-        header_bytes = int.from_bytes(length, "little")
-        if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise ModelError(
-                f"{path}: claims a header of {header_bytes:,} bytes in a file of {file_bytes:,}; "
-                "it is damaged, cut short or no safetensors file, fetch it again"
-            )
-        header = bytearray(header_bytes)
-        read_exactly(files, fd, header, 8, path)
-    except OSError as failure:
-        raise ModelError(cannot_read(path, failure)) from failure
+    file_bytes = files.size_bytes(fd)
+    if file_bytes < 8:
+        raise ModelError(f"{path}: {file_bytes} bytes long, too short for a safetensors file; fetch it again")
+    length = bytearray(8)
+    read_exactly(files, fd, length, 0, path)
+    header_bytes = int.from_bytes(length, "little")
+    if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise ModelError(
+            f"{path}: claims a header of {header_bytes:,} bytes in a file of {file_bytes:,}; "
+            "it is damaged, cut short or no safetensors file, fetch it again"
+        )
+    header = bytearray(header_bytes)
+    read_exactly(files, fd, header, 8, path)
     return parse_header(bytes(header), file_bytes, path)
 
 

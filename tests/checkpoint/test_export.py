@@ -1,0 +1,153 @@
+"""Exported folders: transformers opens them, with the same weights; companions verbatim; whole or not there."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from megatrain.checkpoint import Files, load_weights, write_hf_folder
+from megatrain.errors import CheckpointError, ModelError
+from megatrain.store import split_master
+from megatrain.store.store import Precision
+from tests.checkpoint.checkpoint_cases import (
+    fill_random,
+    make_store,
+    stores_equal,
+    tiny_config,
+    tiny_spec,
+    tokenizer_folder,
+)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 3000])
+def test_transformers_opens_it_with_equal_weights(tmp_path: Path, tied: bool, shard_bytes: int):
+    spec = tiny_spec(tied=tied)
+    store = make_store(spec, "bf16")
+    fill_random(store, 1)
+    path = tmp_path / "out"
+    config = tiny_config(tied=tied)
+    write_hf_folder(path, store, spec, config, None, shard_bytes=shard_bytes, dtype=torch.bfloat16)
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.dtype == torch.bfloat16
+    weights = model.state_dict()
+    for segment, layout in store.layouts.items():
+        for entry in layout.entries:
+            view = store.views(store.flat(segment, "w"), segment)[entry.tensor.local]
+            assert torch.equal(weights[entry.tensor.name], view), entry.tensor.name
+    assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) == tied
+    sharded = (path / "model.safetensors.index.json").exists()
+    assert sharded == (shard_bytes == 3000)
+    if sharded:
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        files = {name: load_file(path / name) for name in set(index["weight_map"].values())}
+        assert len(files) > 2
+        assert all(
+            set(tensors) == {n for n, f in index["weight_map"].items() if f == name} for name, tensors in files.items()
+        )
+        sizes = [tensor.numel() * 2 for tensors in files.values() for tensor in tensors.values()]
+        assert index["metadata"]["total_size"] == sum(sizes)
+        assert all(p.stat().st_size < 3000 + 2000 for p in path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("hbm", [False, True])
+def test_an_fp32_export_is_the_exact_masters_and_loads_back(tmp_path: Path, precision: Precision, hbm: bool):
+    spec = tiny_spec()
+    store = make_store(spec, precision, hbm=hbm)
+    fill_random(store, 2)
+    write_hf_folder(tmp_path / "out", store, spec, tiny_config(), None, dtype=torch.float32)
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32"
+    back = make_store(spec, precision)
+    load_weights(tmp_path / "out", back, spec)
+    for segment, layout in store.layouts.items():
+        for entry in layout.entries:
+            assert torch.equal(back.master(segment, entry), store.master(segment, entry))
+    for kind in ("w", "lo") if precision == "bf16" else ("w",):
+        assert torch.equal(back.flat("L000", kind), store.flat("L000", kind))
+    assert not stores_equal(back, store)  # m and v are no part of a model folder
+
+
+def test_a_bf16_export_of_fp32_masters_is_rounded_by_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatrain.checkpoint.export.BLOCK_BYTES", 100)
+    spec = tiny_spec()
+    store = make_store(spec, "fp32")
+    fill_random(store, 2)
+    write_hf_folder(tmp_path / "out", store, spec, tiny_config(), None, dtype=torch.bfloat16)
+    found = load_file(tmp_path / "out/model.safetensors")
+    entry = store.layouts["EMBED"].entries[0]
+    assert torch.equal(found[entry.tensor.name].flatten(), split_master(store.master("EMBED", entry))[0])
+
+
+def test_companions_are_copied_byte_for_byte_and_nothing_else(tmp_path: Path):
+    spec = tiny_spec()
+    source = tokenizer_folder(tmp_path / "source")
+    write_hf_folder(tmp_path / "out", make_store(spec, "bf16"), spec, tiny_config(), source, dtype=torch.bfloat16)
+    names = {
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+        "additional_chat_templates/rag.jinja",
+    }  # fmt: skip
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert written == names | {"config.json", "model.safetensors"}
+
+
+def test_the_generation_config_survives(tmp_path: Path):
+    source = tmp_path / "source"
+    GenerationConfig(eos_token_id=[3, 4], temperature=0.6, do_sample=True).save_pretrained(source)
+    spec = tiny_spec()
+    write_hf_folder(tmp_path / "out", make_store(spec, "bf16"), spec, tiny_config(), source, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == [3, 4]
+    assert model.generation_config.temperature == 0.6
+
+
+def test_folders_and_files_are_private(tmp_path: Path):
+    spec = tiny_spec()
+    write_hf_folder(tmp_path / "out", make_store(spec, "bf16"), spec, tiny_config(), None, dtype=torch.bfloat16)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in (tmp_path / "out").iterdir())
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    spec = tiny_spec()
+    with pytest.raises(CheckpointError, match="out is already there"):
+        write_hf_folder(tmp_path / "out", make_store(spec, "bf16"), spec, tiny_config(), None, dtype=torch.bfloat16)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path):
+    class Full(Files):
+        def reserve(self, fd: int, num_bytes: int) -> None:
+            if num_bytes > 2000:
+                raise OSError(28, "No space left on device")
+            super().reserve(fd, num_bytes)
+
+    spec = tiny_spec()
+    store = make_store(spec, "bf16")
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"out could not be written: .*No space left"):
+        write_hf_folder(out, store, spec, tiny_config(), None, dtype=torch.bfloat16, files=Full())
+    assert not list(tmp_path.iterdir())
+
+    class Small(Files):
+        def free_bytes(self, path: Path) -> int:
+            assert path.is_dir()
+            return 1000
+
+    with pytest.raises(CheckpointError, match=r"[\d,]+ bytes are needed, 1,000 are free"):
+        write_hf_folder(out, store, spec, tiny_config(), None, dtype=torch.bfloat16, files=Small())
+    source = tokenizer_folder(tmp_path / "source")
+    (source / "vocab.json").symlink_to("/etc/passwd")
+    with pytest.raises(ModelError, match=r"vocab\.json is a symbolic link"):
+        write_hf_folder(out, store, spec, tiny_config(), source, dtype=torch.bfloat16)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
