@@ -13,24 +13,10 @@ PACKAGE = SRC / "megatrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = [
-    "errors",
-    "config_yaml",
-    "config",
-    "hardware",
-    "models",
-    "schedule",
-    "planner",
-    "memory",
-    "store",
-    "optim",
-    "kernels",
-    "codec",
-    "engine",
-    "data",
-    "checkpoint",
-    "train",
-    "cli",
-]
+    "errors", "config_yaml", "config", "hardware", "models", "schedule",
+    "planner", "memory", "store", "optim", "kernels", "codec",
+    "engine", "data", "checkpoint", "train", "cli",
+]  # fmt: skip
 NATIVE = "megatrain._native"  # built from csrc/
 TORCH_FREE = ("config", "config_yaml", "errors", "hardware", "schedule", "planner")
 DISPATCH = PACKAGE / "cli/main.py"  # the one file whose functions import

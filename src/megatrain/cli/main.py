@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from megatrain import __version__
@@ -100,15 +99,8 @@ def preview(config: ConfigFile, words: Words = None) -> None:
 
 def main() -> None:
     """The `megatrain` command: a mistake of the user is one sentence on stderr and exit code 2, never a traceback."""
-    command = typer.main.get_command(app)
     try:
-        code = command.main(standalone_mode=False)
+        app()
     except UserError as error:
         print(f"megatrain: {error}", file=sys.stderr)
         sys.exit(2)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    sys.exit(code)

@@ -73,12 +73,11 @@ def train(run: Run) -> Outcome:
             run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
             if not result.applied:
                 stop_or_skip(run, step, batch, result)
-            last = step == run.num_steps or stop.signal is not None
-            if last or (config.eval_steps and step % config.eval_steps == 0):
+            if step == run.num_steps or (config.eval_steps and step % config.eval_steps == 0):
                 evaluate(run, step)
-            if last or step % config.save_steps == 0:
+            if step == run.num_steps or step % config.save_steps == 0 or stop.signal is not None:
                 save(run, step)
-            if last:
+            if stop.signal is not None:
                 break
         run.engine.flush()
     return Outcome(step, stop.signal)

@@ -1,0 +1,105 @@
+"""Runs that stop early: by a signal, by a NaN, by damage. Nothing that was said to be saved is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatrain.cli.main import main
+
+
+def megatrain(*words: object) -> int:
+    """The exit code of `megatrain WORDS`, in this process."""
+    sys.argv = ["megatrain", *map(str, words)]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def started(*words: object) -> subprocess.Popen[str]:
+    """A `megatrain` process whose first step is done."""
+    command = [sys.executable, "-c", "from megatrain.cli.main import main; main()", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1 "):
+            return process
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(run_config: Path, tmp_path: Path, number: signal.Signals) -> None:
+    process = started("train", run_config, "max_steps=100000", "save_steps=100000", "eval_steps=100000")
+    process.send_signal(number)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert "finishing this step and saving" in error
+    saved = int(out.rsplit("saved step ", 1)[1].split()[0])
+    run = tmp_path / "run"
+    assert (run / "LATEST").read_text().strip() == f"checkpoints/step-{saved}"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["step"] for row in rows) == saved
+    allow = ("--allow", "max_steps")
+    assert megatrain("resume", run, f"max_steps={saved + 1}", *allow) == 0
+    assert (run / f"checkpoints/step-{saved + 1}").is_dir()
+
+
+def test_the_second_signal_aborts_at_once(run_config: Path, tmp_path: Path) -> None:
+    process = started("train", run_config, "max_steps=100000", "eval_steps=1", "save_steps=1")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert "Traceback" not in error
+    assert megatrain("resume", tmp_path / "run", "max_steps=100000", "memory.ram=1MiB") == 2  # the lock is free
+
+
+def test_nan_stops_with_names_and_keeps_what_was(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert megatrain("train", run_config, "learning_rate=1e30", "eval_steps=100") == 2
+    captured = capsys.readouterr()
+    assert "step 2: loss " in captured.err
+    assert "gradient norm nan are not finite, first in model." in captured.err
+    assert "samples " in captured.err
+    assert "set on_nan: skip" in captured.err
+    assert "saved step 1" in captured.out
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["grad_norm"] for row in rows if row["step"] == 2] == ["nan"]
+
+
+def test_skipped_steps_change_nothing_and_do_not_count(run_config: Path, tmp_path: Path) -> None:
+    assert (
+        megatrain("train", run_config, "learning_rate=1e30", "on_nan=skip", "eval_steps=100", "save_total_limit=9") == 0
+    )
+    folders = [tmp_path / f"run/checkpoints/step-{step}" for step in (2, 6)]
+    states = [json.loads((folder / "state/trainer.json").read_text()) for folder in folders]
+    assert states == [{"applied_steps": 1, "step": 2}, {"applied_steps": 1, "step": 6}]
+    for file in folders[0].glob("**/*.safetensors"):
+        before, after = load_file(file), load_file(folders[1] / file.relative_to(folders[0]))
+        assert all(
+            (before[name].view(-1).numpy().tobytes() == after[name].view(-1).numpy().tobytes()) for name in before
+        )
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert megatrain("train", run_config) == 0
+    shard = next((tmp_path / "run/checkpoints/step-6").glob("state/L000.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.chmod(0o600)
+    shard.write_bytes(data)
+    assert megatrain("resume", tmp_path / "run") == 0
+    shown = capsys.readouterr().out
+    assert "passed over: " in shown
+    assert "going on after step 4" in shown
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
