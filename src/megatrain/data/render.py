@@ -3,7 +3,7 @@ save one: an end-of-turn token right behind a marked turn belongs to the turn.""
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-PIECE_CHARS = 4 << 20               # a longer document is tokenised in pieces: offsets of 200 MB would take gigabytes
-CHARS_PER_TOKEN_BOUND = 64          # a chat is cut to this many characters a token of max_length before tokenising
+PIECE_CHARS = 1 << 20               # a longer document is tokenised in pieces…
+CALL_CHARS = 4 << 20                # …and no more than this at once: 200 MB as the library's tokens are gigabytes
+CHARS_PER_TOKEN_BOUND = 16          # a chat is cut to this many characters a token of max_length before tokenising
 SETTLED_TOKENS = 16                 # …and tokens this near the cut are not believed
-ALL_CUT = "all trained tokens lie beyond max_length"
 
 
 class Encoded(NamedTuple):
     """One sample as tokens. `trained[t]` says whether token t is a target; the first token never is one in effect."""
-    ids: list[int]
+    ids: np.ndarray         # uint32
     trained: np.ndarray     # bool
     truncated: bool
 
@@ -62,12 +62,13 @@ class Renderer:
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """One result a sample, in order."""
         results: list[Encoded | BadSample | None] = [None] * len(samples)
+        documents: list[int] = []
         texts: list[str] = []
         waiting: list[tuple[int, list[Span]]] = []      # samples whose text is in `texts`, with its trained spans
         for i, sample in enumerate(samples):
             try:
                 if isinstance(sample, Document):
-                    results[i] = self._document(sample)
+                    documents.append(i)
                     continue
                 if isinstance(sample, Chat):
                     sample = self._chat_template().fitted(sample)
@@ -79,6 +80,9 @@ class Renderer:
                 waiting.append((i, spans))
             except BadSample as bad:
                 results[i] = bad
+        for i, ids in self._document_ids({i: samples[i].text for i in documents}):
+            results[i] = (Encoded(ids, np.ones(len(ids), bool), False) if len(ids) > 1 else
+                          BadSample("fewer than two tokens: nothing to predict"))
         for (i, spans), encoding in zip(waiting, self._encode_texts(texts), strict=True):
             try:
                 results[i] = self._spanned(samples[i], spans, encoding)
@@ -91,24 +95,24 @@ class Renderer:
             self._template = ChatTemplate(self._tokenizer)
         return self._template
 
-    def _document(self, sample: Document) -> Encoded:
-        ids: list[int] = []
-        for encoding in self._backend.encode_batch_fast(_split(sample.text), add_special_tokens=False):
-            ids += encoding.ids
-        ids = self._with_ends(ids)
-        if len(ids) < 2:
-            raise BadSample("fewer than two tokens: nothing to predict")
-        return Encoded(ids, np.ones(len(ids), bool), False)
+    def _document_ids(self, texts: Mapping[int, str]) -> Iterator[tuple[int, np.ndarray]]:
+        parts: dict[int, list[np.ndarray]] = {i: [] for i in texts}
+        for group in _groups([(i, piece) for i, text in texts.items() for piece in _split(text)]):
+            encodings = self._backend.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            for (i, _), encoding in zip(group, encodings, strict=True):
+                parts[i].append(np.array(encoding.ids, np.uint32))
+        for i, found in parts.items():
+            ids = np.concatenate(found)
+            front, behind = self._ends(ids)
+            yield i, np.concatenate([front, ids, behind])
 
-    def _with_ends(self, ids: list[int]) -> list[int]:
-        """BOS in front where the tokenizer itself would put one, EOS behind; neither doubled."""
-        if self._adds_bos and ids[:1] != [self._bos_id]:
-            ids = [self._bos_id, *ids]
-        if self._eos_id is not None and ids[-1:] != [self._eos_id]:
-            ids = [*ids, self._eos_id]
-        return ids
+    def _ends(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What to put around the tokens of plain text: BOS where the tokenizer itself would, and EOS; none doubled."""
+        bos = self._adds_bos and (len(ids) == 0 or ids[0] != self._bos_id)
+        eos = self._eos_id is not None and (len(ids) == 0 or ids[-1] != self._eos_id)
+        return (np.array([self._bos_id] if bos else [], np.uint32), np.array([self._eos_id] if eos else [], np.uint32))
 
-    def _marked_chat(self, chat: Chat) -> tuple[list[int], np.ndarray]:
+    def _marked_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
         template = self._chat_template()
         ids, flags = template.encode_marked(chat)
         trained = np.asarray(flags, bool)
@@ -121,7 +125,7 @@ class Renderer:
             trained[:len(self._backend.encode(prompt, add_special_tokens=False).ids)] = False
         if any(m.get("weight", 1) == 0 for m in chat.messages):
             trained = _unweighted(chat, trained)
-        return self._single_bos(ids, trained)
+        return self._single_bos(np.array(ids, np.uint32), trained)
 
     def _text_and_spans(self, sample: Chat | Completion) -> tuple[str, list[Span]]:
         if isinstance(sample, Completion):
@@ -143,35 +147,31 @@ class Renderer:
         return encodings
 
     def _spanned(self, sample: Sample, spans: list[Span], encoding: Encoding) -> Encoded:
-        ids = encoding.ids
+        ids = np.array(encoding.ids, np.uint32)
         trained = _mask(encoding.offsets, spans)
         if isinstance(sample, Completion):
-            whole = self._with_ends(ids)
-            front = int(whole[:1] != ids[:1])
-            behind = len(whole) - len(ids) - front
-            untrained = not self._assistant_only_loss
-            trained = np.concatenate([np.full(front, untrained), trained, np.ones(behind, bool)])
-            ids = whole
+            front, behind = self._ends(ids)
+            ids = np.concatenate([front, ids, behind])
+            trained = np.concatenate([np.full(len(front), not self._assistant_only_loss), trained,
+                                      np.ones(len(behind), bool)])
         else:
             ids, trained = self._single_bos(ids, trained)
         return self._cut(ids, trained)
 
-    def _single_bos(self, ids: list[int], trained: np.ndarray) -> tuple[list[int], np.ndarray]:
-        if self._bos_id is not None and ids[:2] == [self._bos_id] * 2:
+    def _single_bos(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self._bos_id is not None and ids[:2].tolist() == [self._bos_id] * 2:
             return ids[1:], trained[1:]
         return ids, trained
 
-    def _cut(self, ids: list[int], trained: np.ndarray) -> Encoded:
-        if not trained[1:].any():
-            raise BadSample("no token of it is trained")
+    def _cut(self, ids: np.ndarray, trained: np.ndarray) -> Encoded:
         truncated = len(ids) > self._max_length
         if truncated:
             if self._truncation == "drop":
                 raise BadSample("longer than max_length")
             kept = slice(0, self._max_length) if self._truncation == "keep_start" else slice(-self._max_length, None)
             ids, trained = ids[kept], trained[kept]
-            if not trained[1:].any():
-                raise BadSample(ALL_CUT)
+        if not trained[1:].any():
+            raise BadSample("all trained tokens lie beyond max_length" if truncated else "no token of it is trained")
         return Encoded(ids, trained, truncated)
 
 
@@ -198,14 +198,29 @@ def _unweighted(chat: Chat, trained: np.ndarray) -> np.ndarray:
 
 
 def _split(text: str) -> list[str]:
-    """The text in pieces of at most about PIECE_CHARS, cut before a line break, else before a blank, else anywhere."""
+    """The text in pieces of at most PIECE_CHARS, cut behind a line break that no blank follows, else anywhere."""
     pieces, at = [], 0
     while len(text) - at > PIECE_CHARS:
         end = at + PIECE_CHARS
-        cut = text.rfind("\n", at + 1, end)
-        cut = cut if cut > at else text.rfind(" ", at + 1, end)
-        end = cut if cut > at else end
+        cut = text.rfind("\n", at, end - 1)
+        while cut >= 0 and text[cut + 1].isspace():
+            cut = text.rfind("\n", at, cut)
+        end = cut + 1 if cut >= 0 else end
         pieces.append(text[at:end])
         at = end
     pieces.append(text[at:])
     return pieces
+
+
+def _groups(pieces: Sequence[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Runs of pieces of at most about CALL_CHARS, so that one call never holds much more than that as tokens."""
+    group: list[tuple[int, str]] = []
+    num_chars = 0
+    for piece in pieces:
+        group.append(piece)
+        num_chars += len(piece[1])
+        if num_chars >= CALL_CHARS:
+            yield group
+            group, num_chars = [], 0
+    if group:
+        yield group

@@ -96,7 +96,7 @@ class TokenWriter:
     def lengths(self) -> np.ndarray:
         return np.diff(np.frombuffer(self._offsets, np.int64))
 
-    def add(self, ids: Sequence[int], trained: np.ndarray, file_index: int, line: int) -> None:
+    def add(self, ids: Sequence[int] | np.ndarray, trained: np.ndarray, file_index: int, line: int) -> None:
         """Append one sample."""
         self._tokens.write(np.asarray(ids, self._dtype).tobytes())
         flags = np.concatenate([self._carry, trained])
