@@ -26,7 +26,7 @@ from bench.baseline import PlainStep
 from bench.presets import PRESETS
 from bench.results import machine, record
 from megatrain.engine import Engine, Numerics
-from megatrain.memory.limits import peak_rss_bytes
+from megatrain.memory import cap_device_memory, peak_rss_bytes
 from megatrain.models.batch import TokenBatch
 from megatrain.models.flops import hardware_flops, train_flops
 from megatrain.models.layout import layout_of
@@ -228,9 +228,9 @@ def main(argv: Sequence[str]) -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            total_bytes = torch.cuda.get_device_properties(device).total_memory
-            capped = system == "megatrain" and args.hbm_gib
-            torch.cuda.set_per_process_memory_fraction(min(1.0, args.hbm_gib * 2**30 / total_bytes) if capped else 1.0)
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            if system == "megatrain" and args.hbm_gib:
+                cap_device_memory(device, int(args.hbm_gib * 2**30))
         if system == "megatrain":
             timing = run_megatrain(config, args, batches)
         else:

@@ -112,8 +112,9 @@ class Streamed:
         return found
 
     def close(self) -> None:
-        """Stop the lanes."""
+        """Stop the lanes, give the memory back."""
         self.engine.close()
+        self.store.close()
 
 
 def same_bytes(left: Mapping[str, tuple[np.ndarray, ...]], right: Mapping[str, tuple[np.ndarray, ...]]) -> list[str]:

@@ -128,9 +128,12 @@ def test_refused_pinning_leaves_nothing_pinned_and_says_how_far_it_came(monkeypa
     runtime = FakeRuntime(refuse_at=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(pinned, "PIECE_BYTES", MIB)
+    cleared = []
+    monkeypatch.setattr(pinned, "_clear_last_error", lambda: cleared.append(True))
     result = register([HostArena(4 * MIB).view(0, 4 * MIB, torch.uint8)])
     assert result.pinned_bytes == 0
     assert result.refused is not None
+    assert cleared == [True]
     assert "CUDA error 2 after 2,097,152 of 4,194,304 bytes" in result.refused
     assert not runtime.live
 

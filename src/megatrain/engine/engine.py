@@ -14,7 +14,7 @@ from megatrain.engine.executor import Executor
 from megatrain.engine.handlers import Handlers, Step
 from megatrain.engine.lanes import lane_devices
 from megatrain.engine.places import Places
-from megatrain.engine.rules import HostRule, Rule, ThroughHost
+from megatrain.engine.rules import HostRule, device_rule
 from megatrain.engine.trace import Trace
 from megatrain.models.batch import TokenBatch
 from megatrain.models.template import ModelTemplate
@@ -71,7 +71,7 @@ class Engine:
         places = Places(template.spec, plan, store, device, template.compute_dtype, numerics.micro_batch_tokens)
         host_rule = HostRule(optimizer_threads)
         self._handlers = Handlers(
-            template, store, places, host_rule, _device_rule(device, host_rule), numerics.loss_chunk_tokens
+            template, store, places, host_rule, device_rule(device, host_rule), numerics.loss_chunk_tokens
         )
         self._chaos = chaos
         if chaos is None:
@@ -116,8 +116,8 @@ class Engine:
         step = Step(micro_batches=[self._place(batch) for batch in micro_batches])
         self._run("eval", step)
         self._pending = False
-        scalars = self._handlers.scalars
-        return sum(scalars.get(str(Place("loss", "", m)))[0] for m in range(len(micro_batches)))
+        names = [str(Place("loss", "", m)) for m in range(len(micro_batches))]
+        return sum(values[0] for values in self._handlers.scalars.get(names))
 
     def save(self, write_segment: Callable[[str], None]) -> None:
         """Apply every pending update and call `write_segment(name)` for each segment as soon as it is final."""
@@ -150,7 +150,3 @@ class Engine:
 
     def _place(self, batch: TokenBatch) -> TokenBatch:
         return TokenBatch(*(tensor.to(self._device) for tensor in batch))
-
-
-def _device_rule(device: torch.device, host_rule: HostRule) -> Rule:
-    return host_rule if device.type != "cuda" else ThroughHost(host_rule)

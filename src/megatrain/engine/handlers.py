@@ -5,7 +5,7 @@ Legend: T tokens of a micro-batch, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,7 +70,7 @@ class Handlers:
         self.cell: Cell | None = None
         self.scalars = Scalars()
         self.block_index = {segment.name: i for i, segment in enumerate(template.spec.blocks)}
-        self.table: Mapping[Kind, Callable[[Op], None]] = {
+        self.table: dict[Kind, Callable[[Op], None]] = {
             Kind.FETCH: self.fetch,
             Kind.FETCH_GRAD: self.fetch_grad,
             Kind.ZERO: self.zero,
@@ -185,12 +185,15 @@ class Handlers:
     def clip(self, op: Op) -> None:
         assert self.step.hyper is not None
         sums: dict[str, float] = {}
-        for place in (place for place in op.reads if place.pool == "norm"):
-            names = [entry.tensor.name for entry in trainable_entries(self.store.layouts[str(place.key)])]
-            sums |= zip(names, self.scalars.get(str(place)), strict=True)
+        loss_sum = 0.0
+        for place, values in zip(op.reads, self.scalars.get([str(place) for place in op.reads]), strict=True):
+            if place.pool == "loss":
+                loss_sum += values[0]
+            else:
+                names = [entry.tensor.name for entry in trainable_entries(self.store.layouts[str(place.key)])]
+                sums |= zip(names, values, strict=True)
         names = sorted(sums)
         norm = optim.total_norm([sums[name] for name in names])
-        loss_sum = sum(self.scalars.get(str(place))[0] for place in op.reads if place.pool == "loss")
         finite = bool(np.isfinite(norm) and np.isfinite(loss_sum))
         scalars = None
         if finite:

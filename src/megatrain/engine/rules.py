@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain import optim
+from megatrain import kernels, optim
 from megatrain.models.layout import Entry, Layout
 
 
@@ -62,19 +62,23 @@ class HostRule:
         )
 
 
-class ThroughHost:
-    """TEMPORARY: the host rule over copies."""
+class DeviceRule:
+    """The Triton kernels over HBM; queued on the current stream."""
 
-    def __init__(self, rule: HostRule) -> None:
-        self.rule = rule
+    def update(
+        self, layout: Layout, w: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, g: Tensor, scalars: optim.Scalars
+    ) -> None:
+        for span in layout.spans:
+            cut = slice(span.start, span.stop)
+            if lo is None:
+                kernels.adamw_fp32_(w[cut], m[cut], v[cut], g[cut], scalars, decay=span.decay)
+            else:
+                kernels.adamw_split_(w[cut], lo[cut], m[cut], v[cut], g[cut], scalars, decay=span.decay)
 
-    def update(self, layout, w, lo, m, v, g, scalars) -> None:
-        there = [w, lo, m, v]
-        here = [None if t is None else t.cpu() for t in there]
-        self.rule.update(layout, *here, g.cpu(), scalars)
-        for t, h in zip(there, here, strict=True):
-            if t is not None:
-                t.copy_(h)
+    def sums(self, layout: Layout, g: Tensor) -> Tensor:
+        return kernels.tensor_sums(g, trainable_entries(layout))
 
-    def sums(self, layout, g):
-        return self.rule.sums(layout, g.cpu())
+
+def device_rule(device: torch.device, host_rule: HostRule) -> Rule:
+    """The rule for buffers on `device`."""
+    return DeviceRule() if device.type == "cuda" else host_rule

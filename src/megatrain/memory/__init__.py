@@ -6,7 +6,7 @@ May touch: RAM, device memory, /proc, cgroup files, the page cache.
 Must never: know what the bytes mean.
 """
 
-from megatrain.memory.device import DeviceArena
+from megatrain.memory.device import DeviceArena, cap_device_memory
 from megatrain.memory.host import HostArena
 from megatrain.memory.limits import (
     available_ram_bytes,
@@ -22,6 +22,7 @@ __all__ = [
     "HostArena",
     "Pinned",
     "available_ram_bytes",
+    "cap_device_memory",
     "copy_in_pieces",
     "drop_page_cache",
     "locked_memory_limit_bytes",

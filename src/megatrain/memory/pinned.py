@@ -46,6 +46,7 @@ def register(buffers: Sequence[Tensor]) -> Pinned:
             if status != 0:
                 pinned = Pinned(total_bytes, tuple(pieces), None)
                 refused = _refusal(total_bytes, pinned.pinned_bytes, status)
+                _clear_last_error()
                 unregister(pinned)
                 return Pinned(total_bytes, (), refused)
             pieces.append((buffer.data_ptr() + start_bytes, size_bytes))
@@ -66,6 +67,14 @@ def unregister(pinned: Pinned) -> None:
         status = int(runtime.cudaHostUnregister(address))
         if status != 0:
             raise RuntimeError(f"cudaHostUnregister({address:#x}) failed with CUDA error {status}")
+
+
+def _clear_last_error() -> None:
+    """CUDA keeps the refusal as its last error, and the framework would report it at the next kernel launch instead."""
+    try:
+        torch.zeros(1, device="cuda")
+    except torch.AcceleratorError:
+        return
 
 
 def _refusal(num_bytes: int, pinned_bytes: int, status: int) -> str:
