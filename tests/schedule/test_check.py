@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.schedule import Kind, Lane, Place, Plan, Program, Run, ScheduleError, build, check
+from megatrain.schedule import Kind, Lane, Place, Plan, Program, Run, ScheduleError, build, check, parse
 from megatrain.schedule.waits import with_waits
 from tests.schedule.plans import RESIDENT, STREAMED, plan_of, runs_of
 
@@ -114,6 +114,27 @@ def test_work_in_vain_is_found() -> None:
     assert f"writes {other.writes[0]}, which nothing reads" in refusal([useless], plan)
     overwritten = run._replace(schedule=with_waits((other, *run.schedule)))
     assert f"overwrites {other.writes[0]}, which op 0 wrote and nothing has read" in refusal([overwritten], plan)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("FETCH L001 @h2d r:ram.w.L001 w:w.L001", "the weights of L001 never leave HBM"),
+        ("DRAIN L001 @d2h r:g.L001 w:ram.grad.L001", "the gradient of L001 never leaves HBM"),
+        ("ZERO L002 @compute w:g.0", "L002 is frozen"),
+        ("UPDATE L002 @host r:ram.grad.L002,cell,ram.state.L002,ram.w.L002 w:ram.state.L002,ram.w.L002", "is frozen"),
+        ("NORM L000 m0 @compute r:g.0 w:norm.L000", "NORM is for all of them"),
+        ("FORWARD L000 @compute r:w.0,act.0.0,call.0 w:act.1.0", "has micro-batch None of 1"),
+        ("MERGE EMBED @compute r:tied.grad,g.EMBED w:g.EMBED", "there is no tied gradient"),
+        ("CLIP L000 @host r:norm.EMBED w:cell", "CLIP is one op on the host lane"),
+        ("CLIP - @host r:norm.EMBED w:cell", "reads 1 places, must read 5"),
+        ("SAVE L000 @disk r:ram.w.L000,ram.state.L000 w:file.L000", "SAVE has no place in train"),
+    ],
+)
+def test_ops_that_mean_nothing_here_are_found(line: str, complaint: str) -> None:
+    plan = plan_of([STREAMED, RESIDENT, STREAMED], frozen=["L002"])
+    run = runs_of(plan, ["train"], 1)[0]
+    assert complaint in refusal([run._replace(schedule=(*run.schedule, *parse(line)))], plan)
 
 
 def test_backward_below_what_is_trained_is_found() -> None:
