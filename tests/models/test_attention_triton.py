@@ -36,6 +36,15 @@ CASES = {
     "odd sizes": ((7, 120), 2, 1, 80, 24, 40, 1.5, True),
     "one token": ((1,), 2, 1, 64, 64, 0, 0.0, False),
 }
+if not INTERPRETED:  # several of the larger tiles a GPU takes
+    CASES |= {
+        "long": ((3000,), 8, 2, 128, 128, 0, 0.0, False),
+        "long packed": ((700, 13, 1500, 256, 900), 8, 2, 128, 128, 0, 0.0, True),
+        "long window": ((2000, 777), 8, 8, 64, 64, 300, 0.0, True),
+        "wide": ((900, 700), 4, 2, 256, 256, 200, 30.0, False),
+        "192 and 128": ((1000, 333), 4, 4, 192, 128, 0, 0.0, False),
+        "96": ((1100,), 6, 2, 96, 96, 0, 0.0, False),
+    }
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 if INTERPRETED:
     TOLERANCE.pop(torch.bfloat16)  # the interpreter multiplies its bit patterns

@@ -40,9 +40,9 @@ class TileSet(NamedTuple):
 
 # By the larger head size, rounded up to a power of two. Found with `python -m bench.attention --tune`.
 _HOPPER_16BIT = {
-    64: TileSet(Tiles(128, 128, 4, 3), Tiles(64, 128, 8, 3), Tiles(128, 64, 8, 3)),
-    128: TileSet(Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3), Tiles(128, 64, 8, 3)),
-    256: TileSet(Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    64: TileSet(Tiles(128, 128, 8, 3, True), Tiles(64, 128, 8, 3, True), Tiles(128, 64, 8, 3, True)),
+    128: TileSet(Tiles(128, 128, 8, 2, True), Tiles(64, 128, 8, 2, True), Tiles(128, 64, 8, 2, True)),
+    256: TileSet(Tiles(128, 64, 8, 2, True), Tiles(64, 64, 8, 1, True), Tiles(64, 64, 8, 2, True)),
 }
 # Fit into 99 KiB of shared memory: every device since Ampere has that much.
 _ANY_16BIT = {
@@ -102,19 +102,22 @@ def backward(
     low_T, high_T = _bounds(document_ids_T, num_tokens, window)
     chosen = tiles or tiles_for(q_1HTD, v_1GTE)
     with torch.cuda.device_of(q_1HTD):
-        delta_1HT = _delta(out_1THE.transpose(1, 2), dout_1HTE)
+        lse_log2_HT, delta_HT = stats = _stats(out_1THE.transpose(1, 2), dout_1HTE, lse_1HT)
         scales = (scale, *_log2_scales(scale, softcap))
         given = (q_1HTD, k_1GTD, v_1GTE, dout_1HTE)
         launch, sources = _launch(chosen.dkdv, *given, softcap=softcap)
+        if launch["TMA"]:
+            stats = tuple(_descriptor(x, 1, chosen.dkdv.block_q) for x in stats)
         attention_triton.dkdv_kernel[(triton.cdiv(num_tokens, chosen.dkdv.block_k), k_1GTD.shape[1])](
-            *sources, lse_1HT, delta_1HT, dk_1GTD, dv_1GTE, high_T, num_tokens, *scales,
-            *_strides(*given, dk_1GTD, dv_1GTE), **launch,
+            *sources, *stats, dk_1GTD, dv_1GTE, high_T, num_tokens, *scales,
+            *_strides(*given, dk_1GTD, dv_1GTE), delta_HT.stride(0), **launch,
         )  # fmt: skip
         launch, sources = _launch(chosen.dq, *given, softcap=softcap)
         attention_triton.dq_kernel[(triton.cdiv(num_tokens, chosen.dq.block_q), num_heads)](
-            *sources, lse_1HT, delta_1HT, dq_1HTD, low_T, num_tokens, *scales, *_strides(*given, dq_1HTD), **launch
-        )
-    dsinks_H = q_1HTD.new_empty(0) if sinks_H is None else attention_cpu.sink_gradient(sinks_H, lse_1HT, delta_1HT)
+            *sources, lse_log2_HT, delta_HT, dq_1HTD, low_T, num_tokens, *scales,
+            *_strides(*given, dq_1HTD), delta_HT.stride(0), **launch,
+        )  # fmt: skip
+    dsinks_H = q_1HTD.new_empty(0) if sinks_H is None else attention_cpu.sink_gradient(sinks_H, lse_1HT, delta_HT[None])
     return dq_1HTD, dk_1GTD, dv_1GTE, dsinks_H
 
 
@@ -195,8 +198,10 @@ def _suits_tma(x_1HTD: Tensor) -> bool:
     return all(step % 16 == 0 for step in steps)
 
 
-def _descriptor(x_1HTD: Tensor, block_tokens: int, block_size: int) -> TensorDescriptor:
-    return TensorDescriptor(x_1HTD, list(x_1HTD.shape[1:]), list(x_1HTD.stride()[1:]), [1, block_tokens, block_size])
+def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    """Blocks of `block` of the last axes of x; of leading axes, if more, one index each."""
+    x = x[0] if x.dim() == 4 else x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1] * (x.dim() - len(block)) + list(block))
 
 
 def _bounds(document_ids_T: Tensor, num_tokens: int, window: int) -> tuple[Tensor, Tensor]:
@@ -211,12 +216,13 @@ def _bounds(document_ids_T: Tensor, num_tokens: int, window: int) -> tuple[Tenso
     return bounds_2T[0], bounds_2T[1]
 
 
-def _delta(out_1HTE: Tensor, dout_1HTE: Tensor) -> Tensor:
+def _stats(out_1HTE: Tensor, dout_1HTE: Tensor, lse_1HT: Tensor) -> tuple[Tensor, Tensor]:
+    """(lse in log2 units, delta), both (H, T) with rows a multiple of 16 bytes apart."""
     _, num_heads, num_tokens, size_v = out_1HTE.shape
-    delta_1HT = out_1HTE.new_empty(1, num_heads, num_tokens, dtype=torch.float32)
-    block = attention_triton.BLOCK_DELTA
-    attention_triton.delta_kernel[(triton.cdiv(num_tokens, block), num_heads)](
-        out_1HTE, dout_1HTE, delta_1HT, num_tokens, *_strides(out_1HTE, dout_1HTE),
-        E=size_v, BLOCK_E=max(16, triton.next_power_of_2(size_v)), BLOCK=block,
+    stats_2HT = lse_1HT.new_empty(2, num_heads, triton.cdiv(num_tokens, 4) * 4)[:, :, :num_tokens]
+    block = attention_triton.BLOCK_STATS
+    attention_triton.stats_kernel[(triton.cdiv(num_tokens, block), num_heads)](
+        out_1HTE, dout_1HTE, lse_1HT, stats_2HT[0], stats_2HT[1], num_tokens, *_strides(out_1HTE, dout_1HTE),
+        stats_2HT.stride(1), E=size_v, BLOCK_E=max(16, triton.next_power_of_2(size_v)), BLOCK=block,
     )  # fmt: skip
-    return delta_1HT
+    return stats_2HT[0], stats_2HT[1]

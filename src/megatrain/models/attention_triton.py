@@ -17,7 +17,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 BLOCK_BOUNDS = 256
-BLOCK_DELTA = 32
+BLOCK_STATS = 32
 
 
 @triton.jit
@@ -73,6 +73,20 @@ def _rows(
             tile = tl.load(at)
         else:
             tile = tl.load(at, mask=column < SIZE, other=0.0)
+    return tile
+
+
+@triton.jit
+def _stats(source, head, first, stride, num_tokens, TMA: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers [first, first + BLOCK) of one head's row; zeros beyond num_tokens where CHECK."""
+    if TMA:
+        tile = source.load([head, first]).reshape(BLOCK)
+    else:
+        at = first + tl.arange(0, BLOCK)
+        if CHECK:
+            tile = tl.load(source + tl.cast(head, tl.int64) * stride + at, mask=at < num_tokens, other=0.0)
+        else:
+            tile = tl.load(source + tl.cast(head, tl.int64) * stride + at)
     return tile
 
 
@@ -175,18 +189,21 @@ def forward_kernel(
 
 
 @triton.jit
-def delta_kernel(
-    out, dout, delta, num_tokens, stride_oh, stride_o, stride_doh, stride_do,
+def stats_kernel(
+    out, dout, lse, lse_log2, delta, num_tokens, stride_oh, stride_o, stride_doh, stride_do, stride_stats,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """delta[h, t] = sum(dout * out) in fp32."""
+    """What both passes of the backward need of a query: lse in log2 units, and delta = sum(dout * out)."""
     first = tl.program_id(0) * BLOCK
     head = tl.program_id(1)
     t = first + tl.arange(0, BLOCK)
     o = _rows(out, head, first, stride_oh, stride_o, num_tokens, False, True, E, BLOCK_E, BLOCK)
     do = _rows(dout, head, first, stride_doh, stride_do, num_tokens, False, True, E, BLOCK_E, BLOCK)
     product = o.to(tl.float32) * do.to(tl.float32)
-    tl.store(delta + head.to(tl.int64) * num_tokens + t, tl.sum(product, 1), mask=t < num_tokens)
+    to = head.to(tl.int64) * stride_stats + t
+    tl.store(delta + to, tl.sum(product, 1), mask=t < num_tokens)
+    value = tl.load(lse + head.to(tl.int64) * num_tokens + t, mask=t < num_tokens, other=0.0)
+    tl.store(lse_log2 + to, value * LOG2_E, mask=t < num_tokens)
 
 
 @triton.jit
@@ -216,8 +233,9 @@ def _dq_walk(
 
 @triton.jit
 def dq_kernel(
-    q, k, v, dout, lse, delta, dq, low_T, num_tokens, scale, scale_log2, cap_scale,
+    q, k, v, dout, lse_log2, delta, dq, low_T, num_tokens, scale, scale_log2, cap_scale,
     stride_qh, stride_q, stride_kg, stride_k, stride_vg, stride_v, stride_doh, stride_do, stride_dqh, stride_dq,
+    stride_stats,
     TMA: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -229,20 +247,20 @@ def dq_kernel(
     low = tl.load(low_T + t, mask=t < num_tokens, other=num_tokens)
     q_tile = _rows(q, head, first, stride_qh, stride_q, num_tokens, TMA, True, D, BLOCK_D, BLOCK_Q)
     do_tile = _rows(dout, head, first, stride_doh, stride_do, num_tokens, TMA, True, E, BLOCK_E, BLOCK_Q)
-    lse_log2 = tl.load(lse + head.to(tl.int64) * num_tokens + t, mask=t < num_tokens, other=0.0) * LOG2_E
-    delta_tile = tl.load(delta + head.to(tl.int64) * num_tokens + t, mask=t < num_tokens, other=0.0)
+    lse_tile = _stats(lse_log2, head, first, stride_stats, num_tokens, False, True, BLOCK_Q)
+    delta_tile = _stats(delta, head, first, stride_stats, num_tokens, False, True, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     a, b, c, end = _key_ranges(low_T, first, num_tokens, BLOCK_Q, BLOCK_K)
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse_log2, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, a, b,
+        acc, q_tile, do_tile, lse_tile, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, a, b,
         t, low, num_tokens, scale_log2, cap_scale, TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse_log2, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, b, c,
+        acc, q_tile, do_tile, lse_tile, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, b, c,
         t, low, num_tokens, scale_log2, cap_scale, TMA, SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse_log2, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, c, end,
+        acc, q_tile, do_tile, lse_tile, delta_tile, k, v, group, stride_kg, stride_k, stride_vg, stride_v, c, end,
         t, low, num_tokens, scale_log2, cap_scale, TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     _store_rows(dq, head, first, stride_dqh, stride_dq, num_tokens, acc * scale, D, BLOCK_D, BLOCK_Q)
@@ -250,8 +268,8 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_walk(
-    dk, dv, k, v, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do, start, stop, s, high,
-    num_tokens, scale_log2, cap_scale,
+    dk, dv, k, v, q, dout, lse_log2, delta, head, stride_qh, stride_q, stride_doh, stride_do, stride_stats, start, stop,
+    s, high, num_tokens, scale_log2, cap_scale,
     TMA: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
@@ -259,22 +277,17 @@ def _dkdv_walk(
     for t_first in range(start, stop, BLOCK_Q):
         t = t_first + tl.arange(0, BLOCK_Q)
         q_tile = _rows(q, head, t_first, stride_qh, stride_q, num_tokens, TMA, MASKED, D, BLOCK_D, BLOCK_Q)
-        at = head.to(tl.int64) * num_tokens + t
-        if MASKED:
-            lse_tile = tl.load(lse + at, mask=t < num_tokens, other=0.0)
-            delta_tile = tl.load(delta + at, mask=t < num_tokens, other=0.0)
-        else:
-            lse_tile = tl.load(lse + at)
-            delta_tile = tl.load(delta + at)
+        lse_tile = _stats(lse_log2, head, t_first, stride_stats, num_tokens, TMA, MASKED, BLOCK_Q)
         x = tl.dot(k, tl.trans(q_tile), input_precision="ieee")
         if SOFTCAP:
             x = _tanh(x * cap_scale)
-        p = tl.exp2(x * scale_log2 - (lse_tile * LOG2_E)[None, :])
+        p = tl.exp2(x * scale_log2 - lse_tile[None, :])
         if MASKED:
             p = tl.where((t[None, :] >= s[:, None]) & (t[None, :] < high[:, None]), p, 0.0)
         do_tile = _rows(dout, head, t_first, stride_doh, stride_do, num_tokens, TMA, MASKED, E, BLOCK_E, BLOCK_Q)
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision="ieee")
         dp = tl.dot(v, tl.trans(do_tile), input_precision="ieee")
+        delta_tile = _stats(delta, head, t_first, stride_stats, num_tokens, TMA, MASKED, BLOCK_Q)
         ds = p * (dp - delta_tile[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - x * x)
@@ -284,9 +297,9 @@ def _dkdv_walk(
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, high_T, num_tokens, scale, scale_log2, cap_scale,
+    q, k, v, dout, lse_log2, delta, dk, dv, high_T, num_tokens, scale, scale_log2, cap_scale,
     stride_qh, stride_q, stride_kg, stride_k, stride_vg, stride_v, stride_doh, stride_do,
-    stride_dkg, stride_dk, stride_dvg, stride_dv,
+    stride_dkg, stride_dk, stride_dvg, stride_dv, stride_stats,
     TMA: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -306,18 +319,21 @@ def dkdv_kernel(
     for member in range(R):
         head = group * R + member
         dk_tile, dv_tile = _dkdv_walk(
-            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do,
-            first, tl.minimum(b, end), s, high, num_tokens, scale_log2, cap_scale,
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse_log2, delta, head,
+            stride_qh, stride_q, stride_doh, stride_do, stride_stats, first, tl.minimum(b, end),
+            s, high, num_tokens, scale_log2, cap_scale,
             TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_walk(
-            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do,
-            b, c, s, high, num_tokens, scale_log2, cap_scale,
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse_log2, delta, head,
+            stride_qh, stride_q, stride_doh, stride_do, stride_stats, b, c,
+            s, high, num_tokens, scale_log2, cap_scale,
             TMA, SOFTCAP, False, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_walk(
-            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse, delta, head, stride_qh, stride_q, stride_doh, stride_do,
-            c, end, s, high, num_tokens, scale_log2, cap_scale,
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, lse_log2, delta, head,
+            stride_qh, stride_q, stride_doh, stride_do, stride_stats, c, end,
+            s, high, num_tokens, scale_log2, cap_scale,
             TMA, SOFTCAP, True, D, E, BLOCK_D, BLOCK_E, BLOCK_Q,
         )  # fmt: skip
     _store_rows(dk, group, first, stride_dkg, stride_dk, num_tokens, dk_tile * scale, D, BLOCK_D, BLOCK_K)
