@@ -123,7 +123,7 @@ class Talker(nn.Module):
     ids=["dict", "list", "with-gradient", "tuple", "number"],
 )
 def test_layers_that_talk_to_each_other_are_refused_by_name(value: object, refused: bool) -> None:
-    recorder = Recorder(Talker(), Tape(), is_last=False)
+    recorder = Recorder(Talker(), Tape())
     assert recorder.layer_type == "talking"
     h = torch.ones(1, 2, 3)
     if refused:

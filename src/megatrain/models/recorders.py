@@ -23,26 +23,25 @@ LayerCalls = tuple[LayerCall, ...]  # one per block
 
 @dataclass
 class Tape:
-    """Shared by the recorders of one backbone: the calls they saw, and what the last one answers (None: its input)."""
+    """Shared by the recorders of one backbone: the calls they saw, and what they answer (None: their input)."""
 
     calls: list[LayerCall] = field(default_factory=list)
     answer: Tensor | None = None
 
 
 class Recorder(nn.Module):
-    """Stands where a layer stood: notes what it is called with, returns its input (the last: the tape's answer).
+    """Stands where a layer stood: notes what it is called with, returns its input or the tape's answer.
 
     It answers any question about attributes as the layer itself would: some backbones ask their layers for their type.
     """
 
-    def __init__(self, layer: nn.Module, tape: Tape, is_last: bool) -> None:
+    def __init__(self, layer: nn.Module, tape: Tape) -> None:
         super().__init__()
         self._stands_for = (layer,)  # in a tuple, so that it is not registered as a submodule
         self._tape = tape
-        self._is_last = is_last
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns `hidden_states`; refuses calls that carry more than data."""
+        """Refuses calls that carry more than data."""
         for name, value in [*enumerate(args, 1), *kwargs.items()]:
             if not _is_plain(value):
                 raise ModelError(
@@ -50,9 +49,7 @@ class Recorder(nn.Module):
                     "layers that talk to each other outside the hidden state cannot be streamed"
                 )
         self._tape.calls.append(LayerCall(args, kwargs))
-        if self._is_last and self._tape.answer is not None:
-            return self._tape.answer
-        return hidden_states
+        return hidden_states if self._tape.answer is None else self._tape.answer
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -71,9 +71,8 @@ class ModelTemplate:
         self._call_block: BlockCall = _call_block
 
     def _with_recorders(self, backbone: nn.Module, layers_path: str) -> nn.Module:
-        last = len(self._layers) - 1
-        recorders = [Recorder(layer, self._tape, is_last=i == last) for i, layer in enumerate(self._layers)]
-        backbone.set_submodule(layers_path, nn.ModuleList(recorders))
+        recorders = nn.ModuleList(Recorder(layer, self._tape) for layer in self._layers)
+        backbone.set_submodule(layers_path, recorders)
         return backbone
 
     def _split_head(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
