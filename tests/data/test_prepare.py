@@ -165,6 +165,13 @@ def test_everything_trained_is_right_when_asked_for(write_rows: Write, options: 
     assert prepare(options(write_rows([{"text": "yes so"}], "t.jsonl")), tokenizer).report.trained_share == 1.0
 
 
+def test_cut_samples_are_counted(write_rows: Write, options: Options, tokenizer: Any) -> None:
+    rows = [GOOD, GOOD, chat("user: hi", "assistant: yes so")]      # 12, 12 and 14 tokens
+    path = write_rows(rows)
+    counts = [prepare(options(path, max_length=n), tokenizer).report.num_truncated for n in (11, 12, 13, 14)]
+    assert counts == [3, 1, 1, 0]
+
+
 def test_options_are_checked() -> None:
     for rest in ({"paths": ()}, {"max_length": 1}, {"format": "parquet"}, {"truncation": "middle"}):
         with pytest.raises(ConfigError):

@@ -31,6 +31,10 @@ OPEN_CALLS = (      # a turn that calls a tool has no end token
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
     "{{ m.tool_calls[0].function.arguments.x + '\n' if m.tool_calls else '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+TWO_PARTS = (      # one turn opens twice: reasoning, then the answer
+    "{% for m in messages %}{% if m.reasoning %}{{ '<|im_start|>' + m.role + '\n' + m.reasoning + '<|im_end|>' }}"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 TEXT_ARGUMENTS = CHATML.replace(
     "m.content +", "m.content + (m.tool_calls[0].function.arguments if m.tool_calls else '') +")
 CALL = {"role": "assistant", "content": "",
@@ -143,6 +147,14 @@ def test_a_turn_without_end_does_not_swallow_the_next() -> None:
         "<|im_start|> assistant n [yes] [<|im_end|>]")
 
 
+def test_a_turn_that_opens_twice_is_trained_whole() -> None:
+    sample = to_chat(*TWO_TURNS)
+    sample.messages[1]["reasoning"] = "a"
+    assert table(make_word_tokenizer(TWO_PARTS), sample) == (
+        "<|im_start|> user n hi <|im_end|> <|im_start|> assistant n [a] [<|im_end|>] [<|im_start|>] [assistant] [n] "
+        "[yes] [_] [no] [<|im_end|>] <|im_start|> user n why <|im_end|> <|im_start|> assistant n [so] [<|im_end|>]")
+
+
 def test_call_arguments_as_the_template_takes_them() -> None:
     sample = Chat([{"role": "user", "content": "hi"}, CALL], None, 0)
     tokenizer = make_byte_tokenizer(TEXT_ARGUMENTS)
@@ -225,6 +237,14 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch)
     assert whole.ids.tolist() == pieces.ids.tolist()
 
 
+def test_truncation_and_padding_of_the_tokenizer_file_are_switched_off() -> None:
+    tokenizer = make_word_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=40)
+    assert table(tokenizer, to_chat(*TWO_TURNS)) == TWO_TURNS_TABLE
+    assert table(tokenizer, Document("hi")) == "[hi] [<|im_end|>]"
+
+
 def test_results_keep_the_order_of_samples() -> None:
     samples = [Document("one"), to_chat("user: hi", "assistant: yes"), Document("a\0"), Completion("a", "b"),
                to_chat("user: hi", "assistant: no")]
@@ -269,6 +289,8 @@ def test_no_template_is_an_error_with_a_remedy() -> None:
 def test_a_mark_around_nothing_trains_nothing() -> None:
     empty = CHATML_MARKED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}").replace(
         "<|im_end|>", "")
+    with pytest.raises(BadSample, match="no token of it is trained"):
+        table(make_word_tokenizer(), Completion("", "<|im_end|>"))      # the first token has nothing before it
     with pytest.raises(BadSample, match="no token of it is trained"):
         table(make_word_tokenizer(empty), to_chat("user: hi", "assistant: yes"))
 
