@@ -185,6 +185,16 @@ def test_compiled_layer_sees_one_node() -> None:
     assert all(torch.equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.parametrize("implementation", ["megatrain", "megatrain-fast"])
+def test_compiled_attention_of_a_model_is_one_graph(implementation: str) -> None:
+    ids = torch.tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32).view(1, 1, 1, 6)
+    model, hidden = _tiny("gpt_oss", implementation), torch.randn(1, 6, 32)
+    layer, rotary = model.model.layers[0].self_attn, model.model.rotary_emb(hidden, torch.arange(6)[None])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    want, got = (f(hidden, rotary, attention_mask=ids)[0] for f in (layer, compiled))
+    assert torch.equal(want, got)
+
+
 def test_what_is_not_understood_is_refused() -> None:
     tokens, ids = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, 1, 1, 6, dtype=torch.int32)
     model = _tiny("llama", "megatrain")

@@ -195,7 +195,7 @@ def _launch(
 
 def _suits_tma(x_1HTD: Tensor) -> bool:
     steps = (x_1HTD.data_ptr(), *(x_1HTD.stride(axis) * x_1HTD.element_size() for axis in (1, 2)))
-    return all(step % 16 == 0 for step in steps)
+    return all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def _descriptor(x: Tensor, *block: int) -> TensorDescriptor:
