@@ -6,7 +6,8 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,13 +55,15 @@ def _save(run_dir: Path, step: int, files: Files) -> None:
 
 
 @pytest.fixture
-def two_saved(tmp_path: Path) -> Path:
-    """A run folder with steps 1 and 2."""
-    run_dir = tmp_path / "two_saved"
-    run_dir.mkdir()
-    _save(run_dir, 1, Files())  # the real ones, once
-    _save(run_dir, 2, Files())
-    return run_dir
+def two_saved() -> Iterator[Path]:
+    """A run folder with steps 1 and 2, in memory where there is such a place: thousands of files come and go."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        run_dir = Path(folder) / "two_saved"
+        run_dir.mkdir()
+        _save(run_dir, 1, Files())  # the real ones, once
+        _save(run_dir, 2, Files())
+        yield run_dir
 
 
 def _refusal(work: Callable[[], object]) -> str | None:
