@@ -228,9 +228,9 @@ def main(argv: Sequence[str]) -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0)
             if system == "megatrain" and args.hbm_gib:
-                cap_device_memory(device, int(args.hbm_gib * 2**30))
+                cap_device_memory(int(args.hbm_gib * 2**30))
         if system == "megatrain":
             timing = run_megatrain(config, args, batches)
         else:

@@ -16,18 +16,18 @@ ALIGN_BYTES = 256
 LATE_MODULES_BYTES = 256 << 20
 
 
-def cap_device_memory(device: torch.device, budget_bytes: int) -> None:
-    """Hold this process to `budget_bytes` of device memory as the driver counts it, the CUDA context included.
+def cap_device_memory(budget_bytes: int) -> None:
+    """Hold this process to `budget_bytes` of the current GPU's memory as the driver counts it, CUDA's context included.
 
     PlanError if the context alone leaves nothing. Beyond the cap, allocations raise torch.OutOfMemoryError.
     """
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device) + LATE_MODULES_BYTES
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved() + LATE_MODULES_BYTES
     if outside_bytes >= budget_bytes:
         raise PlanError(
             f"memory.hbm is {budget_bytes:,} bytes, but CUDA itself and other programs take {outside_bytes:,}; raise it"
         )
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_bytes - outside_bytes) / total_bytes), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_bytes - outside_bytes) / total_bytes))
 
 
 class DeviceArena:
