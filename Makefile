@@ -1,11 +1,12 @@
 # make demo        train a small real model on real conversations, from nothing, in a few minutes
 # make test        lint, types and the tests that need neither a GPU nor minutes
 # make test-full   every test this machine can run; on a GPU the GPU tests too
-# make bench       measure this machine; results go to bench/results
+# make bench       measure the optimizer on this machine (BENCH="step --help": others); results go to bench/results
 #
 # All of them set up .venv first: they need Python 3.11 or newer (PYTHON=…) and, for the fast optimizer, a C++ compiler.
 
 PYTHON ?= python3
+BENCH ?= adamw
 VENV := .venv
 BIN := $(VENV)/bin
 # The versions the tests were run with; a machine that brings its own torch can leave them out: CONSTRAINTS=
@@ -28,7 +29,7 @@ lint: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: setup
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench $(BENCH)
 
 setup: $(VENV)/.installed
 

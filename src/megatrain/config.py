@@ -126,7 +126,7 @@ class RunConfig(BaseModel):
         None, "numerics", "tokens whose logits exist at one time; null: 2048 on a GPU, 512 on a CPU", ge=1
     )
     deterministic: bool = _key(True, "numerics", "same bits in every run; false: fastest attention kernels")
-    compile: bool = _key(False, "numerics", "compile the layers; only on a GPU")
+    compile: bool | None = _key(None, "numerics", "compile the layers; null: on a GPU; refused on a CPU")
     allow_unproven: bool = _key(False, "numerics", "train an architecture that the parity suite does not cover")
 
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "numerics", "where layers are computed")
@@ -332,6 +332,7 @@ def resolved(config: RunConfig, device: Literal["cpu", "cuda"], num_cores: int) 
     changes = {
         "device": device,
         "precision": precision,
+        "compile": device == "cuda" if config.compile is None else config.compile,
         "micro_batch_tokens": micro_batch_tokens,
         "loss_chunk_tokens": min(chunk_tokens, micro_batch_tokens),
         "optimizer_threads": config.optimizer_threads or num_cores,

@@ -133,10 +133,11 @@ def test_resolved_has_no_auto_and_reads_back(tmp_path: Path) -> None:
     cpu = resolved(config, "cpu", 2)
     assert (cpu.device, cpu.precision, cpu.micro_batch_tokens, cpu.loss_chunk_tokens) == ("cpu", "fp32", 1024, 512)
     assert cpu.max_grad_norm is None
+    assert cpu.compile is False
     assert resolved(cpu, "cpu", 8) == cpu
     assert read(tmp_path, cpu.to_yaml()) == cpu
     gpu = resolved(config.model_copy(update={"train_batch_size": 512}), "cuda", 2)
-    assert (gpu.precision, gpu.micro_batch_tokens) == ("bf16", 16384)
+    assert (gpu.precision, gpu.micro_batch_tokens, gpu.compile) == ("bf16", 16384, True)
     long = resolved(config.model_copy(update={"max_length": 40_000}), "cuda", 2)
     assert long.micro_batch_tokens == 40_000
 

@@ -30,7 +30,7 @@ from megatrain.engine import Engine, Numerics
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.hardware import Machine
 from megatrain.hardware.probe import probe
-from megatrain.memory import available_ram_bytes
+from megatrain.memory import available_ram_bytes, cap_device_memory
 from megatrain.models import attention
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
@@ -143,7 +143,7 @@ def held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Mic
 def template_of(run: Planned) -> ModelTemplate:
     """The model's own layers, without weights."""
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
-    return ModelTemplate(
+    template = ModelTemplate(
         run.hf_config,
         run.device,
         dtype,
@@ -151,6 +151,9 @@ def template_of(run: Planned) -> ModelTemplate:
         allow_unproven=run.config.allow_unproven,
         attn_implementation=attention.NAME if run.config.deterministic else attention.NAME_FAST,
     )
+    if run.config.compile:
+        template.compile_blocks()
+    return template
 
 
 def store_of(run: Planned) -> SegmentStore:
@@ -244,6 +247,8 @@ def _train_in(
     metrics: Metrics,
 ) -> int:
     config = run.config
+    if config.memory.hbm is not None and run.device.type == "cuda":
+        cap_device_memory(run.device, config.memory.hbm)
     store = store_of(run)
     if checkpoint is None:
         load_weights(Path(config.model), store, run.spec)
@@ -288,7 +293,7 @@ def export_run(path: Path, target: Path, dtype: str) -> int:
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"dtype {dtype!r} is not known; use float32 or bfloat16")
-    config = read_config(run_config_file(path), [f"output_dir={path.absolute()}", "device=cpu"])
+    config = read_config(run_config_file(path), [f"output_dir={path.absolute()}", "device=cpu", "compile=false"])
     checkpoint = load_checkpoint(path, "auto")
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint to export")
