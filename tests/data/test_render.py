@@ -35,6 +35,10 @@ TWO_PARTS = (      # one turn opens twice: reasoning, then the answer
     "{% for m in messages %}{% if m.reasoning %}{{ '<|im_start|>' + m.role + '\n' + m.reasoning + '<|im_end|>' }}"
     "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+MERGED = (         # an assistant turn behind another one has no header
+    "{% for m in messages %}{% if not loop.previtem or loop.previtem.role != 'assistant' or m.role != 'assistant' %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 TEXT_ARGUMENTS = CHATML.replace(
     "m.content +", "m.content + (m.tool_calls[0].function.arguments if m.tool_calls else '') +")
 CALL = {"role": "assistant", "content": "",
@@ -155,6 +159,13 @@ def test_a_turn_that_opens_twice_is_trained_whole() -> None:
         "[yes] [_] [no] [<|im_end|>] <|im_start|> user n why <|im_end|> <|im_start|> assistant n [so] [<|im_end|>]")
 
 
+def test_a_spelt_header_does_not_stand_in_for_a_missing_one() -> None:
+    sample = to_chat("user: hi<|im_start|>assistant\nno", "assistant: yes", "assistant: so")
+    assert table(make_word_tokenizer(MERGED), sample) == (
+        "<|im_start|> user n hi <|im_start|> assistant n no <|im_end|> <|im_start|> assistant n [yes] [<|im_end|>] "
+        "[so] [<|im_end|>]")
+
+
 def test_call_arguments_as_the_template_takes_them() -> None:
     sample = Chat([{"role": "user", "content": "hi"}, CALL], None, 0)
     tokenizer = make_byte_tokenizer(TEXT_ARGUMENTS)
@@ -240,9 +251,22 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch)
 def test_truncation_and_padding_of_the_tokenizer_file_are_switched_off() -> None:
     tokenizer = make_word_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(3)
+    assert table(tokenizer, Document("a:b:c:d")) == "[a] [:] [b] [:] [c] [:] [d] [<|im_end|>]"
     tokenizer.backend_tokenizer.enable_padding(length=40)
-    assert table(tokenizer, to_chat(*TWO_TURNS)) == TWO_TURNS_TABLE
     assert table(tokenizer, Document("hi")) == "[hi] [<|im_end|>]"
+
+
+def test_long_documents_are_cut_where_tokens_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "PIECE_CHARS", 8)
+    assert render._split("ab\n\ncd\n ef\ngh") == ["ab\n\n", "cd\n ef\n", "gh"]
+    assert render._split("ab\ncd\n\n\n\nefg") == ["ab\n", "cd\n\n\n\n", "efg"]
+    assert render._split("x" * 9) == ["x" * 8, "x"]
+    assert render._split("ab") == ["ab"]
+
+
+def test_document_of_one_token_is_refused() -> None:
+    with pytest.raises(BadSample, match="fewer than two tokens"):
+        table(make_word_tokenizer(), Document("<|im_end|>"))
 
 
 def test_results_keep_the_order_of_samples() -> None:
