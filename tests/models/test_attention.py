@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.errors import ModelError
@@ -61,6 +62,7 @@ def test_equals_the_formula(name: str, deterministic: bool) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got_lse, want_lse, rtol=1e-12, atol=1e-12)
     leaves = [x for x in (q, k, v, sinks) if x is not None]
+    assert not got_lse.requires_grad
     dout = torch.randn(got.shape, dtype=torch.float64)
     for ours, theirs in zip(
         torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout), strict=True
@@ -114,6 +116,39 @@ def test_a_document_has_the_same_bits_whatever_surrounds_it(window: int) -> None
         packed = _gradients(*pack, ids, around, scale=0.25, window=window)
         for x, y in zip(alone, packed, strict=True):
             assert torch.equal(x, y[:, :, before : before + 200])
+
+
+def test_bits_do_not_hang_on_the_alignment_of_the_inputs() -> None:
+    ids, dout = torch.zeros(1, dtype=torch.int32), torch.randn(1, 150, 4, 16)
+    flat = torch.randn(150 * 4 * 16 + 3)
+    results = []
+    for offset in range(4):
+        moved = torch.empty_like(flat)
+        moved[offset : offset + 9600] = flat[:9600]
+        q = moved[offset : offset + 9600].view(1, 4, 150, 16)
+        results.append(_gradients(q, q, q, ids, dout, scale=0.25, window=0))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+def test_the_two_names_call_two_operators() -> None:
+    ids = torch.zeros(1, 1, 1, 6, dtype=torch.int32)
+    for name, operator in (("megatrain", "megatrain::attention"), ("megatrain-fast", "megatrain::attention_fast")):
+        with Recorder() as called:
+            _tiny("llama", name)(torch.zeros(1, 6, dtype=torch.int64), attention_mask=ids, use_cache=False)
+        assert {x for x in called.names if x.startswith("megatrain::")} == {operator}
+
+
+class Recorder(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def test_same_bits_twice() -> None:
