@@ -248,7 +248,7 @@ def _train_in(
 ) -> int:
     config = run.config
     if config.memory.hbm is not None and run.device.type == "cuda":
-        cap_device_memory(run.device, config.memory.hbm)
+        cap_device_memory(config.memory.hbm)
     store = store_of(run)
     if checkpoint is None:
         load_weights(Path(config.model), store, run.spec)
