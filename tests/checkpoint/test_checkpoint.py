@@ -106,8 +106,7 @@ def test_special_bits_survive(tmp_path: Path):
     store = make_store(spec, "bf16")
     patterns = torch.tensor([0x7FA00001, -1, 0x7F800000, -0x800000, 1, -0x80000000], dtype=torch.int32)
     for kind in ("w", "lo", "m", "v"):
-        view = store.flat("L000", kind)[:12].view(torch.int32)
-        view[:6] = patterns
+        store.flat("L000", kind)[:12].view(torch.int32)[:6] = patterns
     _save(_writer(tmp_path / "run", store, spec), spec, 1)
     back = make_store(spec, "bf16")
     restore(back, _loaded(tmp_path / "run"))
@@ -136,7 +135,7 @@ def test_the_model_folder_opens_in_transformers(tmp_path: Path):
     path = _save(writer, spec, 1)
     assert (path / "model/chat_template.jinja").read_bytes() == (source / "chat_template.jinja").read_bytes()
     (path / "model/generation_config.json").unlink()  # the source's is nonsense on purpose
-    model, report = AutoModelForCausalLM.from_pretrained(path / "model", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(path / "model", output_loading_info=True)  # type: ignore[misc]
     assert not any(report.values()), report
     assert torch.equal(model.state_dict()["model.norm.weight"], store.flat("HEAD", "w")[:16])
 
@@ -275,8 +274,7 @@ def test_leftovers_of_killed_runs_are_swept(tmp_path: Path):
     left = run_dir / ("checkpoints/step-7.tmp-" + "a" * 32)
     (left / "model").mkdir(parents=True)
     (left / "model/x").write_text("x")
-    outside = tmp_path / "outside"
-    outside.mkdir()
+    (outside := tmp_path / "outside").mkdir()
     (outside / "precious").write_text("x")
     (left / "link").symlink_to(outside)
     (run_dir / ("LATEST.tmp-" + "b" * 32)).write_text("x")

@@ -5,14 +5,31 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
-from megatrain.checkpoint import Files, load_weights, write_hf_folder
+from megatrain.checkpoint import (
+    CheckpointWriter,
+    Files,
+    load_checkpoint,
+    load_weights,
+    restore,
+    save_checkpoint,
+    write_hf_folder,
+)
 from megatrain.errors import CheckpointError, ModelError
+from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
 from megatrain.store import split_master
 from megatrain.store.store import Precision
 from tests.checkpoint.checkpoint_cases import (
@@ -34,7 +51,7 @@ def test_transformers_opens_it_with_equal_weights(tmp_path: Path, tied: bool, sh
     path = tmp_path / "out"
     config = tiny_config(tied=tied)
     write_hf_folder(path, store, spec, config, None, shard_bytes=shard_bytes, dtype=torch.bfloat16)
-    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)  # type: ignore[misc]
     assert not any(report.values()), report
     assert model.dtype == torch.bfloat16
     weights = model.state_dict()
@@ -54,6 +71,7 @@ def test_transformers_opens_it_with_equal_weights(tmp_path: Path, tied: bool, sh
         )
         sizes = [tensor.numel() * 2 for tensors in files.values() for tensor in tensors.values()]
         assert index["metadata"]["total_size"] == sum(sizes)
+        assert len(files) < 2 * sum(sizes) / 3000 + 1  # two shards in a row hold more than one may
         assert all(p.stat().st_size < 3000 + 2000 for p in path.glob("*.safetensors"))
 
 
@@ -108,6 +126,62 @@ def test_the_generation_config_survives(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generation_config.eos_token_id == [3, 4]
     assert model.generation_config.temperature == 0.6
+
+
+def _mixtures() -> list[PretrainedConfig]:
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 32, "head_dim": 8}
+    return [
+        Qwen3MoeConfig(**sizes, moe_intermediate_size=8, num_experts=3, num_experts_per_tok=2),
+        MixtralConfig(**sizes, num_local_experts=3, num_experts_per_tok=2),
+    ]
+
+
+def _spec_of(model: PreTrainedModel) -> ModelSpec:
+    """All of a model's parameters as one segment."""
+    tensors = tuple(TensorSpec(name, name, tuple(p.shape), True, True) for name, p in model.named_parameters())
+    return ModelSpec("X", (SegmentSpec("L000", "block", tensors),), False, 16, 32, (), 0, 64)
+
+
+@pytest.mark.parametrize("config", _mixtures(), ids=["qwen3_moe", "mixtral"])
+def test_a_mixture_leaves_as_it_came(tmp_path: Path, config: PretrainedConfig):
+    """Loaded from one tensor an expert, saved so, and opened by transformers so."""
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(config)
+    original.save_pretrained(tmp_path / "base")
+    base = load_file(tmp_path / "base/model.safetensors")
+    assert sum(".experts.2." in name for name in base) == 3
+    spec = _spec_of(original)
+    store = make_store(spec, "bf16")
+    load_weights(tmp_path / "base", store, spec)
+    for name, parameter in original.named_parameters():
+        master = store.master("L000", store.layouts["L000"][name])
+        assert torch.equal(master, parameter.detach().flatten()), name
+    write_hf_folder(tmp_path / "out", store, spec, config, tmp_path / "base", dtype=torch.float32)
+    out = load_file(tmp_path / "out/model.safetensors")
+    assert set(out) == set(base)
+    assert all(torch.equal(out[name], base[name]) for name in base)
+    write_hf_folder(tmp_path / "fused", store, spec, config, None, dtype=torch.float32)
+    fused = load_file(tmp_path / "fused/model.safetensors")
+    assert set(fused) == {name for name, _ in original.named_parameters()}
+    for folder in ("out", "fused"):
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        for (name, ours), (_, theirs) in zip(opened.named_parameters(), original.named_parameters(), strict=True):
+            assert torch.equal(ours, theirs), (folder, name)
+    fill_random(store, 1)
+    writer = CheckpointWriter(tmp_path, store, spec, config, tmp_path / "base", keep=2, run_facts={})
+    save_checkpoint(writer, 1, lambda write_segment: write_segment("L000"), {"step": 1})
+    checkpoint = load_checkpoint(tmp_path, "auto")
+    assert checkpoint is not None
+    assert set(load_file(checkpoint.path / "model/model.safetensors")) == set(base)
+    back = make_store(spec, "bf16")
+    restore(back, checkpoint)
+    assert stores_equal(back, store)
 
 
 def test_folders_and_files_are_private(tmp_path: Path):

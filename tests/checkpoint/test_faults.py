@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.checkpoint import CheckpointWriter, Files, load_checkpoint, restore, save_checkpoint
-from megatrain.errors import CheckpointError
+from megatrain.errors import UserError
 from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
 from megatrain.store import SegmentStore
 from tests.checkpoint.checkpoint_cases import fill_random, make_store, stores_equal, tiny_config
@@ -67,10 +67,10 @@ def two_saved() -> Iterator[Path]:
 
 
 def _refusal(work: Callable[[], object]) -> str | None:
-    """What CheckpointError says, or None if the work was done."""
+    """What the error says to the user, or None if the work was done."""
     try:
         work()
-    except CheckpointError as error:
+    except UserError as error:
         return str(error)
     return None
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, safe_open, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from megatrain.checkpoint import safetensors_file
 from megatrain.checkpoint.export import flat_pieces, write_tensors

@@ -7,7 +7,8 @@ Shapes: E experts, I expert width, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatrain.models.spec import TensorSpec
@@ -24,6 +25,10 @@ class Part:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
 
 def candidates(tensor: TensorSpec) -> Iterator[list[Part]]:
     """Every way a checkpoint may hold `tensor`, the plain one first."""
@@ -34,6 +39,14 @@ def candidates(tensor: TensorSpec) -> Iterator[list[Part]]:
                 yield list(_expert_parts(name.removesuffix(_GATE_UP), tensor.shape, (gate, up)))
             elif name.endswith(_DOWN):
                 yield list(_expert_parts(name.removesuffix(_DOWN), tensor.shape, (down,)))
+
+
+def published(tensor: TensorSpec, names: Collection[str]) -> list[Part]:
+    """How a folder with tensors `names` holds `tensor`; as the one tensor it is, if the folder does not have it."""
+    for parts in candidates(tensor):
+        if all(part.name in names for part in parts):
+            return parts
+    return [Part(tensor.name, tensor.shape, 0)]
 
 
 def _expert_parts(layer: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megatrain.checkpoint.experts import Part, published
 from megatrain.checkpoint.fs import (
     BLOCK_BYTES,
     Data,
@@ -21,7 +22,7 @@ from megatrain.checkpoint.fs import (
     remove_tree,
     write_hashed,
 )
-from megatrain.checkpoint.load_hf import INDEX, SINGLE
+from megatrain.checkpoint.load_hf import INDEX, SINGLE, tensor_names
 from megatrain.checkpoint.safetensors_file import WriteTensor, encode_header, file_pieces, num_bytes_of_file
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.models.layout import Entry
@@ -63,17 +64,15 @@ def write_hf_folder(
 ) -> None:
     """Writes a new folder `path` that transformers opens unchanged: whole and durable, or not there at all.
 
-    dtype float32: the exact masters; bfloat16: the compute weights. A tied embedding is written once.
+    dtype float32: the exact masters; bfloat16: the compute weights. A tied embedding is written once. Experts are named
+    and split as in the weights of `tokenizer_source`, the base model's folder, if it has any.
     """
     files = files or Files()
     if path.exists():
         raise CheckpointError(f"{path} is already there; give a new folder")
     temporary = path.parent / f"{path.name}.tmp-{uuid.uuid4().hex}"
-    tensors = [
-        model_tensor(store, segment.name, store.layouts[segment.name][tensor.name], dtype)
-        for segment in spec.segments
-        for tensor in segment.tensors
-    ]
+    names = () if tokenizer_source is None else tensor_names(tokenizer_source, files)
+    tensors = [tensor for segment in spec.segments for tensor in model_tensors(store, segment.name, dtype, names)]
     shards = _shards(tensors, shard_bytes)
     needed_bytes = sum(tensor.num_bytes for tensor in tensors)
     free_bytes = files.free_bytes(path.parent)
@@ -96,27 +95,25 @@ def write_hf_folder(
         raise CheckpointError(f"{path} could not be written: {failure}") from failure
 
 
-def model_tensor(store: SegmentStore, segment: str, entry: Entry, dtype: torch.dtype) -> WriteTensor:
-    """The tensor as it goes into a model folder; its pieces are read from the store when they are written."""
-    return WriteTensor(entry.tensor.name, dtype, entry.tensor.shape, _ModelPieces(store, segment, entry, dtype))
+def model_tensors(store: SegmentStore, segment: str, dtype: torch.dtype, names: Collection[str]) -> list[WriteTensor]:
+    """A segment as it goes into a model folder named like `names`; pieces are read from the store when written."""
+    return [
+        WriteTensor(part.name, dtype, part.shape, _model_pieces(store, segment, entry, part, dtype))
+        for entry in store.layouts[segment].entries
+        for part in published(entry.tensor, names)
+    ]
 
 
-class _ModelPieces:
-    """Iterates over a tensor of the store in `dtype`, in pieces; RAM homes of that dtype are not copied."""
-
-    def __init__(self, store: SegmentStore, segment: str, entry: Entry, dtype: torch.dtype) -> None:
-        self._store, self._segment, self._entry, self._dtype = store, segment, entry, dtype
-
-    def __iter__(self) -> Iterator[Tensor]:
-        if self._store.dtype("w") == self._dtype:
-            flat = self._store.flat(self._segment, "w")[self._entry.offset : self._entry.stop]
-            yield from flat_pieces(flat)
-            return
-        step = BLOCK_BYTES // 4
-        for start in range(0, self._entry.tensor.num_elements, step):
-            stop = min(start + step, self._entry.tensor.num_elements)
-            master = self._store.master(self._segment, self._entry, start, stop)
-            yield master if self._dtype == torch.float32 else split_master(master)[0]
+def _model_pieces(store: SegmentStore, segment: str, entry: Entry, part: Part, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A part of a tensor of the store in `dtype`, in pieces; RAM homes of that dtype are not copied."""
+    if store.dtype("w") == dtype:
+        first = entry.offset + part.start
+        yield from flat_pieces(store.flat(segment, "w")[first : first + part.num_elements])
+        return
+    step, end = BLOCK_BYTES // 4, part.start + part.num_elements
+    for start in range(part.start, end, step):
+        master = store.master(segment, entry, start, min(start + step, end))
+        yield master if dtype == torch.float32 else split_master(master)[0]
 
 
 def flat_pieces(flat: Tensor) -> Iterator[Tensor]:

@@ -5,14 +5,14 @@ Host memory beyond the store stays under 100 MiB whatever the model's size, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatrain.checkpoint.experts import Part, candidates
+from megatrain.checkpoint.experts import Part, published
 from megatrain.checkpoint.fs import BLOCK_BYTES, Files, cannot_read, read_small, strict_json
 from megatrain.checkpoint.safetensors_file import TensorInfo, read_header, read_pieces
 from megatrain.errors import ModelError
@@ -63,6 +63,15 @@ def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: File
             entry = store.layouts[segment][tensor.name]
             for part in parts[tensor.name]:
                 _load_part(files, stored[part.name], store, segment, entry, part.start, staging)
+
+
+def tensor_names(folder: Path, files: Files) -> Collection[str]:
+    """Names of the tensors in a folder's safetensors files; none where it has no such files."""
+    names = files.names(folder)
+    if SINGLE not in names and INDEX not in names:
+        return ()
+    with ExitStack() as closing:
+        return tuple(_open_all(folder, files, closing))
 
 
 def _load_part(
@@ -127,12 +136,12 @@ def _weight_map(folder: Path, files: Files) -> dict[str, str] | None:
 
 def _parts_of(tensor: TensorSpec, stored: Mapping[str, _Stored], folder: Path) -> list[Part]:
     """The stored tensors that together are `tensor`, shapes and dtypes checked."""
-    for parts in candidates(tensor):
-        if all(part.name in stored for part in parts):
-            for part in parts:
-                _check_part(part, stored[part.name])
-            return parts
-    raise ModelError(f"{folder}: tensor {tensor.name} is in none of its files; fetch the model again")
+    parts = published(tensor, stored)
+    for part in parts:
+        if part.name not in stored:
+            raise ModelError(f"{folder}: tensor {tensor.name} is in none of its files; fetch the model again")
+        _check_part(part, stored[part.name])
+    return parts
 
 
 def _check_part(part: Part, stored: _Stored) -> None:

@@ -173,7 +173,7 @@ def file_pieces(header: bytes, tensors: Sequence[WriteTensor]) -> Iterator[memor
     for tensor in tensors:
         for piece in tensor.pieces:
             assert piece.dtype == tensor.dtype
-            yield memoryview(piece.view(torch.uint8).numpy())
+            yield piece.view(torch.uint8).numpy().data
 
 
 def num_bytes_of_file(header: bytes, tensors: Sequence[WriteTensor]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from transformers import PretrainedConfig
 
 import megatrain
 from megatrain.checkpoint.commit import TRAINER, Checkpoint, Commit, check_keep
+from megatrain.checkpoint.experts import published
 from megatrain.checkpoint.export import (
     flat_pieces,
-    model_tensor,
+    model_tensors,
     shard_names,
     write_bytes,
     write_companions,
@@ -30,13 +31,15 @@ from megatrain.checkpoint.export import (
     write_tensors,
 )
 from megatrain.checkpoint.fs import BLOCK_BYTES, Files, cannot_read
-from megatrain.checkpoint.load_hf import INDEX
+from megatrain.checkpoint.load_hf import INDEX, tensor_names
 from megatrain.checkpoint.safetensors_file import DTYPES, TensorInfo, WriteTensor, read_header, read_into
 from megatrain.errors import CheckpointError
 from megatrain.models.spec import ModelSpec
 from megatrain.store import SegmentStore
 
 _STATE_KINDS = ("lo", "m", "v")
+# Name in the files -> (its part of a home buffer, its shape there).
+Homes = dict[str, tuple[torch.Tensor, tuple[int, ...]]]
 
 
 class CheckpointWriter:
@@ -60,6 +63,7 @@ class CheckpointWriter:
         check_keep(keep)
         self._run_dir, self._store, self._config, self._tokenizer_source = run_dir, store, config, tokenizer_source
         self._keep, self._run_facts, self._files = keep, run_facts, files or Files()
+        self._names = () if tokenizer_source is None else tensor_names(tokenizer_source, self._files)
         with_weights = [segment.name for segment in spec.segments if segment.tensors]
         self._shards = dict(zip(with_weights, shard_names(len(with_weights)), strict=True))
         self._commit: Commit | None = None
@@ -112,8 +116,7 @@ class CheckpointWriter:
             commit.abort()
 
     def _model_tensors(self, segment: str) -> list[WriteTensor]:
-        layout, dtype = self._store.layouts[segment], self._store.dtype("w")
-        return [model_tensor(self._store, segment, entry, dtype) for entry in layout.entries]
+        return model_tensors(self._store, segment, self._store.dtype("w"), self._names)
 
     def _state_tensors(self, segment: str) -> list[WriteTensor]:
         tensors = []
@@ -164,7 +167,11 @@ def restore(store: SegmentStore, checkpoint: Checkpoint, files: Files | None = N
         raise CheckpointError(
             f"{checkpoint.path} was saved with precision {saved}, not {store.precision}; set precision: {saved}"
         )
-    homes = {"model": _homes(store, ("w",)), "state": _homes(store, _STATE_KINDS)}
+    try:
+        names = tensor_names(checkpoint.path / "model", files)
+    except OSError as failure:
+        raise CheckpointError(cannot_read(checkpoint.path / "model", failure)) from failure
+    homes = {"model": _model_homes(store, names), "state": _state_homes(store)}
     staging = bytearray(BLOCK_BYTES)
     for name in checkpoint.manifest["files"]:
         if name.endswith(".safetensors"):
@@ -176,23 +183,30 @@ def restore(store: SegmentStore, checkpoint: Checkpoint, files: Files | None = N
         )
 
 
-def _homes(store: SegmentStore, kinds: Sequence[str]) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
-    """Name in the files -> (its part of the home buffer, its shape)."""
-    homes = {}
+def _model_homes(store: SegmentStore, names: Collection[str]) -> Homes:
+    """Homes of the weights, for a model folder with tensors `names`."""
+    homes: Homes = {}
     for segment, layout in store.layouts.items():
-        for kind in kinds:
-            if kind not in store.kinds(segment):
-                continue
-            for entry in layout.entries:
-                if kind == "w" or entry.tensor.trainable:
-                    name = entry.tensor.name if kind == "w" else f"{kind}.{entry.tensor.name}"
-                    homes[name] = (store.flat(segment, kind)[entry.offset : entry.stop], entry.tensor.shape)
+        for entry in layout.entries:
+            for part in published(entry.tensor, names):
+                first = entry.offset + part.start
+                homes[part.name] = (store.flat(segment, "w")[first : first + part.num_elements], part.shape)
     return homes
 
 
-def _restore_file(
-    files: Files, path: Path, homes: dict[str, tuple[torch.Tensor, tuple[int, ...]]], staging: bytearray
-) -> None:
+def _state_homes(store: SegmentStore) -> Homes:
+    """Homes of lo, m and v."""
+    homes: Homes = {}
+    for segment, layout in store.layouts.items():
+        for kind in _state_kinds(store, segment):
+            for entry in layout.entries:
+                if entry.tensor.trainable:
+                    home = store.flat(segment, kind)[entry.offset : entry.stop]
+                    homes[f"{kind}.{entry.tensor.name}"] = (home, entry.tensor.shape)
+    return homes
+
+
+def _restore_file(files: Files, path: Path, homes: Homes, staging: bytearray) -> None:
     """Reads each tensor of one file into its home and strikes it off `homes`."""
     try:
         fd = files.open(path)

@@ -37,6 +37,7 @@ class Pinned:
 def register(buffers: Sequence[Tensor]) -> Pinned:
     """Page-locks whole, page-aligned host buffers for CUDA. Needs a CUDA device. On refusal nothing stays pinned."""
     runtime = torch.cuda.cudart()
+    assert runtime is not None
     total_bytes = sum(buffer.nbytes for buffer in buffers)
     pieces: list[tuple[int, int]] = []
     for buffer in buffers:
@@ -63,6 +64,7 @@ def copy_in_pieces(target: Tensor, source: Tensor) -> None:
 def unregister(pinned: Pinned) -> None:
     """Undoes `register`. Call it before the arena closes, with no copy in flight."""
     runtime = torch.cuda.cudart()
+    assert runtime is not None
     for address, _ in pinned.pieces:
         status = int(runtime.cudaHostUnregister(address))
         if status != 0:
