@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+RUN = secrets.token_hex(4)  # one process, one run: figures with the same one were measured side by side
 PACKAGES = ("megatrain", "torch", "transformers", "triton", "numpy")
 
 
@@ -48,6 +50,7 @@ def record(bench: str, fields: Mapping[str, object], *, on: str | None = None, f
             "machine": name,
             "versions": versions(),
             "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+            "run": RUN,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
     )
