@@ -2,7 +2,8 @@
 
 Offsets count elements, and one table serves every kind of buffer (weights, lo, m, v, gradient). Tensors start at
 multiples of 128 elements: 256 bytes in the 2-byte kinds, so every view of every kind is 256-byte aligned.
-Order: trainable with decay, trainable without, frozen. So the state kinds are a prefix, and an update is at most two spans.
+Order: trainable with decay, trainable without, frozen. So the state kinds are a prefix, and an update is at most two
+spans.
 """
 
 from __future__ import annotations
