@@ -20,8 +20,9 @@ MIB = 1 << 20
 PROGRAM_RAM_BYTES = {"cpu": 550 * MIB, "cuda": 3200 * MIB}  # Python, torch, transformers, tokenizer (CPU: 430 seen)
 CONTEXT_HBM_BYTES = 700 * MIB  # CUDA context, cuBLAS workspaces, loaded kernels
 SAVE_BUFFER_BYTES = 96 * MIB  # pieces of a checkpoint on their way to the disk
-# Saved by autograd ÷ what linear layers take and give: 1.11 (Llama fp32), 1.23 (Llama bf16), 1.61 (Qwen3 bf16) seen.
-SAVED_SCALE = 1.6
+# Saved by autograd ÷ what linear layers take and give, by `compiled`. Seen: eager 1.11 (Llama fp32), 1.23 (Llama bf16),
+# 1.61 (Qwen3 bf16); compiled 0.85 (Llama bf16 on an H200).
+SAVED_SCALE = {False: 1.6, True: 1.0}
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms, by compute_bytes (fp32: 9.7 seen)
 
 
@@ -34,6 +35,7 @@ class Shapes:
     compute_bytes: int  # of one compute weight: 2 in bf16, 4 in fp32
     micro_batch_tokens: int
     loss_chunk_tokens: int
+    compiled: bool
 
 
 def weights_bytes(shapes: Shapes, segment: str) -> int:
@@ -84,9 +86,10 @@ def boundary_bytes(shapes: Shapes, plan: Plan) -> int:
 
 
 def saved_bytes(shapes: Shapes, block: SegmentSpec) -> int:
-    """What autograd saves of one block for one micro-batch: inputs and outputs of its linear layers, and as much again
-    of elementwise results, scaled by `SAVED_SCALE`. Expert weights count for the share of experts a token visits."""
-    return int(shapes.micro_batch_tokens * _linear_width(shapes.spec, block) * shapes.compute_bytes * SAVED_SCALE)
+    """What autograd saves of one block for one micro-batch: inputs and outputs of its linear layers, scaled for the
+    elementwise results beside them. Expert weights count for the share of experts a token visits."""
+    per_token = _linear_width(shapes.spec, block) * shapes.compute_bytes * SAVED_SCALE[shapes.compiled]
+    return int(shapes.micro_batch_tokens * per_token)
 
 
 def _linear_width(spec: ModelSpec, block: SegmentSpec) -> float:
@@ -133,7 +136,8 @@ def checkpoint_bytes(shapes: Shapes) -> int:
 
 def shapes_of(spec: ModelSpec, layouts: Mapping[str, Layout], config: RunConfig) -> Shapes:
     """Shapes of a resolved config."""
-    return Shapes(spec, layouts, 2 if config.precision == "bf16" else 4, *resolved_tokens(config))
+    tokens, chunk_tokens = resolved_tokens(config)
+    return Shapes(spec, layouts, 2 if config.precision == "bf16" else 4, tokens, chunk_tokens, bool(config.compile))
 
 
 def resolved_tokens(config: RunConfig) -> tuple[int, int]:
