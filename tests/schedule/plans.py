@@ -11,6 +11,7 @@ from megatrain.schedule import Plan, Program, Run, SegmentPlan, build
 STREAMED = {"weights": "pool", "grads": "pool", "state": "ram"}
 RESIDENT = {"weights": "own", "grads": "own", "state": "hbm"}
 OWN_RAM = {"weights": "own", "grads": "own", "state": "ram"}
+DEVICE = {**OWN_RAM, "update": "device"}
 
 
 def plan_of(
@@ -50,14 +51,15 @@ def runs_of(plan: Plan, programs: Sequence[Program], num_micro_batches: int = 2)
 def plans(draw: st.DrawFn) -> Plan:
     """Any valid plan of up to five blocks with at least one trainable segment."""
     num_blocks = draw(st.integers(1, 5))
-    homes = [{"weights": w, "grads": g, "state": "ram"} for w in ("pool", "own") for g in ("pool", "own")] + [RESIDENT]
+    homes = [{"weights": w, "grads": g, "state": "ram"} for w in ("pool", "own") for g in ("pool", "own")]
+    homes += [RESIDENT, DEVICE]
     blocks = draw(st.lists(st.sampled_from(homes), min_size=num_blocks, max_size=num_blocks))
     names = ["EMBED", *(f"L{i:03d}" for i in range(num_blocks)), "HEAD"]
     frozen = draw(st.sets(st.sampled_from(names), max_size=len(names) - 1)) if draw(st.booleans()) else set()
     return plan_of(
         blocks,
-        embed=draw(st.sampled_from([OWN_RAM, RESIDENT])),
-        head=draw(st.sampled_from([OWN_RAM, RESIDENT])),
+        embed=draw(st.sampled_from([OWN_RAM, RESIDENT, DEVICE])),
+        head=draw(st.sampled_from([OWN_RAM, RESIDENT, DEVICE])),
         tied=draw(st.booleans()),
         frozen=sorted(frozen),
         keep=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatrain.schedule import CELL, TIED_GRAD, Kind, Lane, Op, Place, Plan, Run, Schedule
+from megatrain.schedule import CELL, TIED_GRAD, Kind, Lane, Op, Place, Plan, Program, Run, Schedule
 
 Memory = dict[Place, int]
 Results = dict[tuple[str, str | int], int]  # (what, of) -> term
@@ -92,15 +92,17 @@ def start(plan: Plan, terms: Terms) -> Memory:
     return memory
 
 
-def homes_only(plan: Plan, memory: Memory) -> Memory:
-    """What is left of memory when a program is over."""
+def homes_only(plan: Plan, memory: Memory, program: Program) -> Memory:
+    """What is left of memory when `program` is over."""
     in_hbm = {s.name for s in plan.segments if s.state == "hbm"}
+    if program == "train":  # what the pending update needs
+        in_hbm |= {s.name for s in plan.segments if s.update == "device"}
     return {
         place: term
         for place, term in memory.items()
         if place == CELL
         or place.pool in ("ram.w", "ram.state", "ram.grad", "hbm.state")
-        or (place.pool in ("w", "g") and place.key in in_hbm)
+        or (place.pool in ("w", "g", "s") and place.key in in_hbm)
     }
 
 
@@ -125,8 +127,10 @@ def execute(op: Op, memory: Memory, terms: Terms) -> list[int]:
     read = [memory[p] if p in memory else terms("garbage", str(p)) for p in op.reads]
     m = op.micro_batch
     match op.kind:
-        case Kind.FETCH | Kind.FETCH_GRAD | Kind.DRAIN:
+        case Kind.FETCH | Kind.FETCH_STATE | Kind.FETCH_GRAD | Kind.DRAIN:
             return read[:1]
+        case Kind.STORE:
+            return read[:2]
         case Kind.ZERO:
             return [terms("zero")]
         case Kind.EMBED:
@@ -175,10 +179,10 @@ def in_order(plan: Plan, runs: Sequence[Run], terms: Terms) -> list[Results]:
     memory = start(plan, terms)
     results = []
     for run in runs:
-        memory = homes_only(plan, memory)
         for op in run.schedule:
             memory.update(zip(op.writes, execute(op, memory, terms), strict=False))
         results.append(results_of(plan, run, memory))
+        memory = homes_only(plan, memory, run.program)
     return results
 
 

@@ -26,7 +26,7 @@ from megatrain.schedule import (
     rounds,
     to_text,
 )
-from tests.schedule.plans import OWN_RAM, RESIDENT, STREAMED, plan_of, plans, runs_of, sequences
+from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of, plans, runs_of, sequences
 from tests.schedule.symbols import Terms, in_order, reference
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -101,6 +101,37 @@ def test_updates_are_the_prologue_of_whatever_comes_next() -> None:
     assert compute.index((Kind.UPDATE, "L001")) == before_first_use
 
 
+def lines(schedule: Schedule, segment: str) -> list[str]:
+    """Kind and lane of the ops of a segment whose order is about its update."""
+    kinds = (Kind.FETCH, Kind.FETCH_STATE, Kind.DRAIN, Kind.UPDATE, Kind.STORE, Kind.SAVE)
+    return [f"{op.kind} @{op.lane}" for op in schedule if op.segment == segment and op.kind in kinds]
+
+
+def test_state_comes_to_the_device_for_its_update_and_goes_home_after_it() -> None:
+    plan = plan_of([STREAMED, DEVICE], embed=DEVICE, round_micro_batches=1)
+    applied = ["UPDATE @compute", "STORE @d2h"]
+    fetched = ["FETCH @h2d"]
+    for segment in ("EMBED", "L001"):
+        assert lines(build(plan, "train", 3, False), segment) == [*fetched, "FETCH_STATE @h2d"]
+        assert lines(build(plan, "train", 3, True), segment) == [*applied, "FETCH_STATE @h2d"]
+        assert lines(build(plan, "eval", 3, True), segment) == applied
+        assert lines(build(plan, "eval", 3, False), segment) == fetched
+        assert lines(build(plan, "flush", 0, True), segment) == applied
+        assert lines(build(plan, "save", 0, True), segment) == [*applied, "SAVE @disk"]
+    frozen = build(plan_of([STREAMED, DEVICE], frozen=["L001"]), "train", 1, True)
+    assert lines(frozen, "L001") == fetched
+
+
+def test_state_is_fetched_at_the_turn_of_the_last_round() -> None:
+    plan = plan_of([STREAMED] * 6, embed=DEVICE, round_micro_batches=1)
+    schedule = build(plan, "train", 3, True)
+    h2d = [op for op in schedule if op.lane is Lane.H2D]
+    (at,) = [i for i, op in enumerate(h2d) if op.kind is Kind.FETCH_STATE]
+    assert (h2d[at - 1].segment, h2d[at + 1].segment) == ("L005", "L003")  # last of the forward, first of the backward
+    state = next(i for i, op in enumerate(schedule) if op.kind is Kind.FETCH_STATE)
+    assert {op.micro_batch for op in schedule[state:] if op.kind is Kind.BACKWARD} == {2}
+
+
 def test_save_reads_homes_on_the_disk_lane() -> None:
     plan = plan_of([STREAMED, RESIDENT], frozen=["HEAD"])
     saves = {op.segment: ",".join(map(str, op.reads)) for op in build(plan, "save", 0, True) if op.lane is Lane.DISK}
@@ -131,6 +162,7 @@ def test_a_wholly_frozen_model_can_be_evaluated_but_not_trained() -> None:
     ("name", "plan", "num"),
     [
         ("streamed", plan_of([STREAMED] * 3), 2),
+        ("state_streamed", plan_of([DEVICE, STREAMED, STREAMED], embed=DEVICE), 1),
         ("tied_two_rounds", plan_of([STREAMED] * 3, tied=True, embed=RESIDENT, round_micro_batches=1), 2),
     ],
 )

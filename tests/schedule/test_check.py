@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.schedule import Kind, Lane, Place, Plan, Program, Run, ScheduleError, build, check, parse
 from megatrain.schedule.waits import with_waits
-from tests.schedule.plans import RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, RESIDENT, STREAMED, plan_of, runs_of
 
 PLAN = plan_of([STREAMED, RESIDENT, STREAMED], round_micro_batches=1)
 
@@ -34,7 +34,8 @@ def changed(run: Run, index: int, **fields: object) -> Run:
     ],
 )
 def test_sequences_pass(programs: list[Program]) -> None:
-    for plan in (PLAN, plan_of(tied=True, slots=3), plan_of([RESIDENT] * 2, embed=RESIDENT, head=RESIDENT)):
+    resident, device = plan_of([RESIDENT] * 2, embed=RESIDENT, head=RESIDENT), plan_of([DEVICE, STREAMED], embed=DEVICE)
+    for plan in (PLAN, plan_of(tied=True, slots=3), resident, device):
         check(runs_of(plan, programs), plan)
 
 
@@ -121,6 +122,10 @@ def test_work_in_vain_is_found() -> None:
     [
         ("FETCH L001 @h2d r:ram.w.L001 w:w.L001", "the weights of L001 never leave HBM"),
         ("DRAIN L001 @d2h r:g.L001 w:ram.grad.L001", "the gradient of L001 never leaves HBM"),
+        ("FETCH_STATE L000 @h2d r:ram.state.L000 w:s.L000", "the state of L000 never leaves its home"),
+        ("FETCH_STATE L002 @h2d r:ram.state.L002 w:s.L002", "L002 is frozen"),
+        ("STORE L000 @d2h r:s.L000,w.L000 w:ram.state.L000,ram.w.L000", "L000 is updated in its home"),
+        ("DRAIN HEAD @d2h r:g.HEAD w:ram.grad.HEAD", "the gradient of HEAD never leaves HBM"),
         ("ZERO L002 @compute w:g.0", "L002 is frozen"),
         ("UPDATE L002 @host r:ram.grad.L002,cell,ram.state.L002,ram.w.L002 w:ram.state.L002,ram.w.L002", "is frozen"),
         ("NORM L000 m0 @compute r:g.0 w:norm.L000", "NORM is for all of them"),
@@ -132,7 +137,7 @@ def test_work_in_vain_is_found() -> None:
     ],
 )
 def test_ops_that_mean_nothing_here_are_found(line: str, complaint: str) -> None:
-    plan = plan_of([STREAMED, RESIDENT, STREAMED], frozen=["L002"])
+    plan = plan_of([STREAMED, RESIDENT, STREAMED], head=DEVICE, frozen=["L002"])
     run = runs_of(plan, ["train"], 1)[0]
     assert complaint in refusal([run._replace(schedule=(*run.schedule, *parse(line)))], plan)
 
@@ -155,3 +160,27 @@ def test_what_is_in_slots_does_not_outlive_a_program() -> None:
     thrifty = [op for op in runs[1].schedule if (op.kind, op.segment) != (Kind.FETCH, "L000")]
     text = refusal([runs[0], runs[1]._replace(schedule=with_waits(thrifty))], plan)
     assert "reads w.0 which holds nothing, wants weights of L000 after step 0" in text
+
+
+def test_a_state_slot_is_given_up_when_its_content_is_stored() -> None:
+    """Its memory may serve something else until the next FETCH_STATE: none is spared, though the bits are still there.
+    And a slot holds weights and state over the end of a program only for a pending update."""
+    plan = plan_of([DEVICE, STREAMED])
+    runs = runs_of(plan, ["train", "train", "train"])
+    thrifty = [op for op in runs[1].schedule if op.kind is not Kind.FETCH_STATE]
+    text = refusal([runs[0], runs[1]._replace(schedule=with_waits(thrifty))], plan)
+    assert "s.L000 is left with nothing, must be left with state of L000 after step 1" in text
+    flushed = runs_of(plan, ["train", "flush", "eval"])
+    bold = [op for op in flushed[2].schedule if (op.kind, op.segment) != (Kind.FETCH, "L000")]
+    text = refusal([*flushed[:2], flushed[2]._replace(schedule=with_waits(bold))], plan)
+    assert "reads w.L000 which holds nothing" in text
+
+
+def test_a_state_that_is_not_stored_before_it_is_saved_is_found() -> None:
+    plan = plan_of([DEVICE, STREAMED])
+    runs = runs_of(plan, ["train", "save"])
+    ops = list(runs[1].schedule)
+    store = next(op for op in ops if op.kind is Kind.STORE)
+    late = with_waits([*(op for op in ops if op != store), store])
+    text = refusal([runs[0], runs[1]._replace(schedule=late)], plan)
+    assert "reads ram.w.L000 which holds weights of L000 after step 0, wants weights of L000 after step 1" in text

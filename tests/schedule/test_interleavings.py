@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.schedule import Lane, Plan, Run
-from tests.schedule.plans import OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
 from tests.schedule.symbols import Terms, explore, homes_only, in_order, reference, results_of, start
 
 TINY = {
@@ -15,6 +15,8 @@ TINY = {
     "one gradient slot, two rounds": plan_of([STREAMED] * 2, grad_slots=1, round_micro_batches=1),
     "tied, mixed, kept": plan_of([STREAMED, RESIDENT, STREAMED], embed=RESIDENT, tied=True, keep=["L002"]),
     "tied in ram, two rounds": plan_of([STREAMED, OWN_RAM], tied=True, round_micro_batches=1),
+    "state streamed": plan_of([STREAMED, DEVICE], embed=DEVICE, tied=True, slots=1),
+    "state streamed, two rounds": plan_of([DEVICE, STREAMED], head=DEVICE, round_micro_batches=1),
     "frozen below": plan_of([STREAMED] * 3, frozen=["EMBED", "L000"], tied=True, head=RESIDENT),
 }
 
@@ -23,7 +25,7 @@ def memory_before(plan: Plan, runs: list[Run], terms: Terms) -> dict:
     """Memory before the last of `runs`, the others run in order."""
     memory = start(plan, terms)
     for run in runs[:-1]:
-        memory = homes_only(plan, next(explore(run.schedule, memory, terms)))
+        memory = homes_only(plan, next(explore(run.schedule, memory, terms)), run.program)
     return memory
 
 
@@ -55,14 +57,15 @@ def test_without_any_one_wait_some_order_is_wrong(plan: Plan) -> None:
             mutant = list(schedule)
             mutant[index] = replace(op, waits=tuple(w for w in op.waits if w != wait))
             assert any(
-                results_of(plan, runs[1], memory) != expected[1] or flushed(plan, runs[2], memory, terms) != expected[2]
+                results_of(plan, runs[1], memory) != expected[1] or flushed(plan, runs, memory, terms) != expected[2]
                 for memory in explore(tuple(mutant), before, terms)
             ), f"{op} does not need {wait}"
     assert num_waits >= 10
 
 
-def flushed(plan: Plan, run: Run, memory: dict, terms: Terms) -> dict:
-    return results_of(plan, run, next(explore(run.schedule, homes_only(plan, memory), terms)))
+def flushed(plan: Plan, runs: list[Run], memory: dict, terms: Terms) -> dict:
+    before = homes_only(plan, memory, runs[-2].program)
+    return results_of(plan, runs[-1], next(explore(runs[-1].schedule, before, terms)))
 
 
 def test_the_oracle_tells_orders_apart() -> None:

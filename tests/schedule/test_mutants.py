@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.schedule import Plan, Program, Run, Schedule, ScheduleError, check
 from tests.schedule import mutants
-from tests.schedule.plans import OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
 from tests.schedule.symbols import Terms, explore, homes_only, in_order, reference, results_of, start
 
 MIXED = [RESIDENT, STREAMED, OWN_RAM, {"weights": "own", "grads": "pool", "state": "ram"}]
@@ -21,7 +21,12 @@ PLANS = {
     "mixed homes": plan_of(MIXED, head=RESIDENT, keep=["L001", "L002"]),
     "mixed homes, tied, two rounds": plan_of(MIXED, tied=True, round_micro_batches=1, slots=3),
     "all in hbm": plan_of([RESIDENT] * 4, embed=RESIDENT, head=RESIDENT, slots=0, grad_slots=0),
+    "state streamed": plan_of([DEVICE, STREAMED, STREAMED], embed=DEVICE, head=DEVICE),
+    "state streamed, tied, two rounds": plan_of(
+        [DEVICE, DEVICE, STREAMED, RESIDENT], embed=DEVICE, tied=True, round_micro_batches=1, keep=["L001"]
+    ),
     "frozen here and there": plan_of(frozen=["EMBED", "L000", "L002"], keep=["L000", "L002"], round_micro_batches=1),
+    "frozen, else streamed": plan_of([DEVICE, DEVICE], embed=DEVICE, frozen=["EMBED", "L001"], slots=0),
     "frozen but tied embedding": plan_of(frozen=["HEAD", "L001"], tied=True),
     "only the head": plan_of(frozen=["EMBED", "L000", "L001", "L002", "L003"], tied=True),
 }
@@ -87,7 +92,7 @@ def test_exchanged_neighbours_are_found_or_change_nothing(plan: Plan, sequence: 
         assert in_order(plan, spoilt(runs, at, schedule), terms) == expected, name
         memory = start(plan, terms)
         for run in runs[:at]:
-            memory = homes_only(plan, next(explore(run.schedule, memory, terms)))
+            memory = homes_only(plan, next(explore(run.schedule, memory, terms)), run.program)
         finals = list(explore(schedule, memory, terms))
         assert len(finals) == 1, name  # every order leaves the same in every place
         assert results_of(plan, runs[at], finals[0]) == expected[at], name

@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.errors import PlanError
 from megatrain.schedule import Plan, SegmentPlan, validate
-from tests.schedule.plans import OWN_RAM, RESIDENT, STREAMED, plan_of
+from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,9 @@ from tests.schedule.plans import OWN_RAM, RESIDENT, STREAMED, plan_of
         (plan_of(head={**OWN_RAM, "grads": "pool"}), "HEAD has grads 'pool'; head segments need grads 'own'"),
         (plan_of([{**RESIDENT, "weights": "pool"}]), "L000 has weights 'pool'; segments with state 'hbm'"),
         (plan_of([{**RESIDENT, "grads": "pool"}]), "L000 has grads 'pool'; segments with state 'hbm'"),
+        (plan_of([{**DEVICE, "weights": "pool"}]), "L000 has weights 'pool'; segments with update 'device'"),
+        (plan_of([{**DEVICE, "grads": "pool"}]), "L000 has grads 'pool'; segments with update 'device'"),
+        (plan_of([{**DEVICE, "state": "hbm"}]), "L000 has state 'hbm' and update 'device'"),
         (plan_of([{**OWN_RAM, "state": "disk"}]), "L000 has its state on disk"),
         (plan_of(slots=1), "weight_slots is 1, but 4 segments share"),
         (plan_of([STREAMED], slots=0), "weight_slots is 0, but 1 segments share"),
@@ -46,4 +49,5 @@ def test_names_and_kinds_are_those_of_the_travel_order() -> None:
 def test_accepted() -> None:
     validate(plan_of([STREAMED], slots=1))
     validate(plan_of([RESIDENT] * 2, slots=0, grad_slots=0))
+    validate(plan_of([DEVICE] * 2, embed=DEVICE, head=DEVICE, slots=0, grad_slots=0))
     validate(plan_of([{**RESIDENT, "grads": "pool"}], frozen=["L000"], slots=0, grad_slots=0))

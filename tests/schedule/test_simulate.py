@@ -42,6 +42,25 @@ def test_updates_hide_behind_the_forward_of_the_next_step() -> None:
     assert done.makespan_s == done.busy_s[Lane.COMPUTE] + 2 * 1.5
 
 
+def test_state_that_streams_to_the_device_hides_the_update_of_the_embedding() -> None:
+    """12 s on the host would delay the first layer; 0.1 s on the device do, and 6 s a way for its state do not."""
+    usual = durations(UPDATE=1.0, FETCH=0.5, DRAIN=0.5, FETCH_STATE=6.0, STORE=6.0)
+
+    def seconds(op: Op) -> float:
+        if (op.kind, op.segment) == (Kind.UPDATE, "EMBED"):
+            return 12.0 if op.lane is Lane.HOST else 0.1
+        return usual(op)
+
+    host, device = (
+        simulate(build(replace(EIGHT, segments=(embed, *EIGHT.segments[1:])), "train", 2, True), seconds)
+        for embed in (EIGHT.segments[0], replace(EIGHT.segments[0], update="device"))
+    )
+    of_the_rest_s = 1.0 + 0.5  # UPDATE and FETCH of L000
+    ends_s = 2 * 0.5  # the last drains: of L000, and on the host's account of EMBED
+    assert host.makespan_s - host.busy_s[Lane.COMPUTE] >= 12.0 + of_the_rest_s
+    assert device.makespan_s - device.busy_s[Lane.COMPUTE] <= of_the_rest_s + ends_s
+
+
 def test_streaming_hides_behind_compute_in_one_round() -> None:
     """2 s a visit against 1.9 s a fetch and 1.9 s a drain: compute waits for the first weights only."""
     done = simulate(build(EIGHT, "train", 2, False), durations(FETCH=1.9, DRAIN=1.9))

@@ -40,12 +40,16 @@ def rounds(num_micro_batches: int, round_micro_batches: int) -> tuple[range, ...
     return tuple(range(start, stop) for start, stop in pairwise(edges))
 
 
-def _update(segment: SegmentPlan) -> Op:
-    name, in_hbm = segment.name, segment.state == "hbm"
-    grad = Place("g" if in_hbm else "ram.grad", name)
-    home = (Place("hbm.state" if in_hbm else "ram.state", name), Place("w" if in_hbm else "ram.w", name))
-    lane = Lane.COMPUTE if in_hbm else Lane.HOST
-    return Op(Kind.UPDATE, name, None, lane, (grad, CELL, *home), home)
+def _update(segment: SegmentPlan) -> Iterator[Op]:
+    """The update of a segment; if it ran in a slot, its results go home at once."""
+    name, on_device = segment.name, segment.updates_on_device
+    grad = Place("g" if on_device else "ram.grad", name)
+    state = Place("hbm.state" if segment.state == "hbm" else "s" if on_device else "ram.state", name)
+    changed = (state, Place("w" if on_device else "ram.w", name))
+    lane = Lane.COMPUTE if on_device else Lane.HOST
+    yield Op(Kind.UPDATE, name, None, lane, (grad, CELL, *changed), changed)
+    if segment.streams_state:
+        yield Op(Kind.STORE, name, None, Lane.D2H, changed, (Place("ram.state", name), Place("ram.w", name)))
 
 
 def _at_home(plan: Plan, program: Program, pending_update: bool) -> Iterator[Op]:
@@ -53,7 +57,7 @@ def _at_home(plan: Plan, program: Program, pending_update: bool) -> Iterator[Op]
     for segment in plan.segments:
         in_hbm = segment.state == "hbm"
         if pending_update and segment.trainable:
-            yield _update(segment)
+            yield from _update(segment)
         if program == "save":
             reads = [Place("w" if in_hbm else "ram.w", segment.name)]
             if segment.trainable:
@@ -72,7 +76,7 @@ class _Pass:
         self.lowest = plan.lowest_trainable if self.train else len(plan.segments)
         self.embed, self.head = plan.segments[0], plan.segments[-1]
         self.visits = tuple(self._visits())
-        self.weights = WeightSlots(plan, self.visits)
+        self.weights = WeightSlots(plan, self.visits, pending_update)
         self.grads = GradSlots(plan, self.visits if self.train else ())
         self.tied_grad = (TIED_GRAD,) if self.train and plan.tied and self.embed.trainable else ()
 
@@ -91,7 +95,9 @@ class _Pass:
     def ops(self) -> Iterator[Op]:
         if self.pending_update:
             # In order of first use: the host works through them while the first layers already compute.
-            yield from (_update(s) for s in self.plan.segments if s.trainable and s.state == "ram")
+            for segment in self.plan.segments:
+                if segment.trainable and not segment.updates_on_device:
+                    yield from _update(segment)
         yield from self._fetches(-1)
         write = {
             "embed": self._embed,
@@ -103,10 +109,12 @@ class _Pass:
         for visit in self.visits:
             segment = self.plan.segments[visit.index]
             first_use = visit.first_round and visit.kind in ("embed", "forward", "head")
-            if self.pending_update and first_use and segment.trainable and segment.state == "hbm":
-                yield _update(segment)
+            if self.pending_update and first_use and segment.trainable and segment.updates_on_device:
+                yield from _update(segment)
             yield from write[visit.kind](visit, segment)
             yield from self._fetches(visit.number)
+            if self.train and visit.last_round and visit.kind == "head":
+                yield from self._state_fetches()
         if self.train:
             norms = tuple(Place("norm", s.name) for s in self.plan.segments if s.trainable)
             losses = tuple(Place("loss", "", m) for m in range(self.num_micro_batches))
@@ -115,6 +123,15 @@ class _Pass:
     def _fetches(self, done: int) -> Iterator[Op]:
         fetches = self.weights.fetch_after(done) + self.grads.fetch_after(done)
         yield from (op for _, op in sorted(fetches, key=lambda fetch: fetch[0]))
+
+    def _state_fetches(self) -> Iterator[Op]:
+        """State for the updates that the next program begins with. Listed at the turn of the pass: from the last
+        FETCH of the forward to the first of the backward that waits for a slot, the h2d lane has nothing else to do.
+        """
+        for segment in self.plan.segments:
+            if segment.streams_state:
+                home, slot = Place("ram.state", segment.name), Place("s", segment.name)
+                yield Op(Kind.FETCH_STATE, segment.name, None, Lane.H2D, (home,), (slot,))
 
     def _embed(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         for m in visit.micro_batches:

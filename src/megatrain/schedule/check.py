@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatrain.schedule.meaning import Content, Fault, Meaning, Now
-from megatrain.schedule.ops import CELL, Lane, Op, Place, Program, Schedule
+from megatrain.schedule.ops import Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan
 from megatrain.schedule.text import to_text
 
@@ -58,8 +58,8 @@ def check(runs: Sequence[Run], plan: Plan) -> None:
         meaning = Meaning(plan, now)
         if number == 1:
             held = _fresh(plan, meaning)
-        homes = {place for s in plan.segments for place in meaning.homes(s)} | {CELL}
-        held = {place: content for place, content in held.items() if place in homes}
+        lasting = meaning.lasting(pending_update=number > 1 and runs[number - 2].program == "train")
+        held = {place: content for place, content in held.items() if place in lasting}
         _check_program(f"program {number} ({run.program})", run.schedule, meaning, held)
 
 
@@ -109,6 +109,8 @@ def _follow(op: Op, meaning: Meaning, held: dict[Place, Content]) -> None:
     if all(held.get(place) == content for place, content in news.items()):
         raise Fault(f"is in vain: {', '.join(map(str, news))} already so")
     held.update(news)
+    for place in need.gives_up:
+        del held[place]
 
 
 class _Unread:

@@ -44,10 +44,19 @@ Wanted = tuple[Collection[Place], Content]  # a content, and the places where it
 
 
 class Need(NamedTuple):
-    """What an op reads and writes, in the order of its places."""
+    """What an op reads and writes, in the order of its places, and which places hold nothing afterwards."""
 
     reads: list[Wanted]
     writes: list[Wanted]
+    gives_up: tuple[Place, ...] = ()
+
+
+class Trio(NamedTuple):
+    """The places that an UPDATE is about."""
+
+    state: Place
+    weights: Place
+    grad: Place
 
 
 class Now(NamedTuple):
@@ -61,7 +70,7 @@ class Now(NamedTuple):
     settled_micro_batches: int  # of step `settled`
 
 
-_EVERYWHERE = {Kind.UPDATE}
+_EVERYWHERE = {Kind.UPDATE, Kind.STORE}
 _THROUGH = {Kind.FETCH, Kind.EMBED, Kind.FORWARD} | _EVERYWHERE
 _ALLOWED: dict[Program, set[Kind]] = {
     "train": set(Kind) - {Kind.LOSS, Kind.SAVE},
@@ -78,8 +87,15 @@ _SEGMENT_KIND = {
     Kind.EMBED_BACKWARD: "embed",
     Kind.MERGE: "embed",
 }
-_LANE = {Kind.FETCH: Lane.H2D, Kind.FETCH_GRAD: Lane.H2D, Kind.DRAIN: Lane.D2H, Kind.SAVE: Lane.DISK}
-_OF_TRAINABLE = {Kind.FETCH_GRAD, Kind.ZERO, Kind.EMBED_BACKWARD, Kind.MERGE, Kind.NORM, Kind.DRAIN, Kind.UPDATE}
+_LANE = {
+    Kind.FETCH: Lane.H2D,
+    Kind.FETCH_STATE: Lane.H2D,
+    Kind.FETCH_GRAD: Lane.H2D,
+    Kind.DRAIN: Lane.D2H,
+    Kind.STORE: Lane.D2H,
+    Kind.SAVE: Lane.DISK,
+}
+_OF_ALL = {Kind.FETCH, Kind.EMBED, Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.BACKWARD, Kind.SAVE}  # frozen ones too
 
 
 class Meaning:
@@ -105,9 +121,11 @@ class Meaning:
         }
         self._of_segment: dict[Kind, Callable[[SegmentPlan], Need]] = {
             Kind.FETCH: self._fetch,
+            Kind.FETCH_STATE: self._fetch_state,
             Kind.MERGE: self._merge,
             Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
+            Kind.STORE: self._store,
             Kind.SAVE: self._save,
         }
 
@@ -122,9 +140,9 @@ class Meaning:
         segment = self.plan.segments[self.number_of[op.segment]]
         if segment.kind != _SEGMENT_KIND.get(op.kind, segment.kind):
             raise Fault(f"{op.kind} is no op of {segment.kind} segments")
-        if op.kind in _OF_TRAINABLE and not segment.trainable:
+        if op.kind not in _OF_ALL and not segment.trainable:
             raise Fault(f"{op.segment} is frozen")
-        update_lane = Lane.COMPUTE if segment.state == "hbm" else Lane.HOST
+        update_lane = Lane.HOST if segment.state == "ram" and segment.update == "home" else Lane.COMPUTE
         lane = update_lane if op.kind is Kind.UPDATE else _LANE.get(op.kind, Lane.COMPUTE)
         if op.lane is not lane:
             raise Fault(f"is on lane {op.lane}, belongs on {lane}")
@@ -146,11 +164,12 @@ class Meaning:
         now = self.now
         wanted: dict[Place, Content] = {}
         for segment in self.trainable:
-            state, weights, grad = self.homes(segment)
-            wanted[state] = self.state(segment)
-            wanted[weights] = self.weights(segment)
+            places = [self.homes(segment)]
             if now.program == "train":
-                wanted[grad] = self._complete(segment, now.step, now.num_micro_batches)
+                places.append(self.update_places(segment))
+                wanted[places[-1].grad] = self._complete(segment, now.step, now.num_micro_batches)
+            for place in places:
+                wanted |= {place.state: self.state(segment), place.weights: self.weights(segment)}
         if now.program == "train":
             wanted[CELL] = Content("cell", when=now.step)
         if now.program in ("train", "eval"):
@@ -159,11 +178,23 @@ class Meaning:
             wanted |= {Place("file", s.name): self._file(s) for s in self.plan.segments}
         return wanted
 
-    def homes(self, segment: SegmentPlan) -> tuple[Place, Place, Place]:
+    def homes(self, segment: SegmentPlan) -> Trio:
         """Where state, weights and gradient of a segment live between programs."""
+        name = segment.name
         if segment.state == "hbm":
-            return Place("hbm.state", segment.name), Place("w", segment.name), Place("g", segment.name)
-        return Place("ram.state", segment.name), Place("ram.w", segment.name), Place("ram.grad", segment.name)
+            return Trio(Place("hbm.state", name), Place("w", name), Place("g", name))
+        return Trio(Place("ram.state", name), Place("ram.w", name), Place("ram.grad", name))
+
+    def update_places(self, segment: SegmentPlan) -> Trio:
+        """Where UPDATE finds state, weights and gradient: from the end of "train" to the UPDATE they stay there."""
+        if segment.update == "device":
+            return Trio(Place("s", segment.name), Place("w", segment.name), Place("g", segment.name))
+        return self.homes(segment)
+
+    def lasting(self, pending_update: bool) -> set[Place]:
+        """The places whose content outlives a program."""
+        kept = {place for s in self.plan.segments for place in self.homes(s)} | {CELL}
+        return kept | {place for s in self.trainable if pending_update for place in self.update_places(s)}
 
     # contents ------------------------------------------------------------------------------------------------------
 
@@ -210,9 +241,15 @@ class Meaning:
             raise Fault(f"the weights of {segment.name} never leave HBM")
         return Need([((Place("ram.w", segment.name),), self.weights(segment))], [self._weights_in_slot(segment)])
 
+    def _fetch_state(self, segment: SegmentPlan) -> Need:
+        if segment.update != "device":
+            raise Fault(f"the state of {segment.name} never leaves its home")
+        home, slot = self.homes(segment).state, self.update_places(segment).state
+        return Need([((home,), self.state(segment))], [((slot,), self.state(segment))])
+
     def _move_grad(self, kind: Kind, segment: SegmentPlan, found: Content | None) -> Need:
         """FETCH_GRAD and DRAIN carry a sum however far it is: what counts is whose it is, and BACKWARD counts on."""
-        if segment.state == "hbm":
+        if segment.state == "hbm" or segment.update == "device":
             raise Fault(f"the gradient of {segment.name} never leaves HBM")
         if segment.grads == "own":
             content = self._complete(segment, self.now.step, self.now.num_micro_batches)
@@ -251,7 +288,7 @@ class Meaning:
         return Need([self._weights_in_slot(segment), *tied, hidden], [((Place("loss", "", m),), self._loss_of(m))])
 
     def _head(self, segment: SegmentPlan, m: int) -> Need:
-        reads, loss = self._loss(segment, m)
+        reads, loss, _ = self._loss(segment, m)
         dact = self._flow_in_place("dact", self.number_of[segment.name] - 1, m)
         before = self._sum_in_slot(segment, m) + self._tied_sum(m)
         after = self._sum_in_slot(segment, m + 1) + self._tied_sum(m + 1)
@@ -291,7 +328,7 @@ class Meaning:
 
     def _update(self, segment: SegmentPlan) -> Need:
         settled = self.now.settled
-        state, weights, grad = self.homes(segment)
+        state, weights, grad = self.update_places(segment)
         reads = [
             ((grad,), self._complete(segment, settled, self.now.settled_micro_batches)),
             ((CELL,), Content("cell", when=settled)),
@@ -299,6 +336,15 @@ class Meaning:
             ((weights,), self.weights(segment, settled - 1)),
         ]
         return Need(reads, [((state,), self.state(segment)), ((weights,), self.weights(segment))])
+
+    def _store(self, segment: SegmentPlan) -> Need:
+        if segment.update != "device":
+            raise Fault(f"{segment.name} is updated in its home")
+        slots, homes = self.update_places(segment), self.homes(segment)
+        contents = (self.state(segment), self.weights(segment))
+        reads = [((place,), content) for place, content in zip(slots[:2], contents, strict=True)]
+        writes = [((place,), content) for place, content in zip(homes[:2], contents, strict=True)]
+        return Need(reads, writes, gives_up=(slots.state,))
 
     def _save(self, segment: SegmentPlan) -> Need:
         state, weights, _ = self.homes(segment)

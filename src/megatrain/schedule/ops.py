@@ -26,6 +26,7 @@ class Kind(StrEnum):
     [..] marks what else may be absent. `weights` is the slot of the segment itself.
 
     FETCH       r: ram.w.S                                  w: its weight slot
+    FETCH_STATE r: ram.state.S                              w: s.S                    (for the update to come)
     FETCH_GRAD  r: ram.grad.S                               w: its gradient slot      (round 2 on: the sum goes on)
     ZERO        r:                                          w: its gradient slot, or tied.grad (segment EMBED)
     EMBED       r: weights                                  w: act.0.m, call.m        (recorded layer calls)
@@ -39,11 +40,13 @@ class Kind(StrEnum):
     NORM        r: gradient slot                            w: norm.S                 (per-tensor sums of squares)
     DRAIN       r: gradient slot                            w: ram.grad.S
     CLIP        r: norm.S in segment order, loss.m in order w: cell                   (coefficient, apply or skip)
-    UPDATE      r: gradient, cell, state, weights           w: state, weights         (all in one home)
+    UPDATE      r: gradient, cell, state, weights           w: state, weights         (all in one home, or in own slots)
+    STORE       r: s.S, w.S                                 w: ram.state.S, ram.w.S   (s.S is given up)
     SAVE        r: weights [, state]                        w: file.S                 (from their home)
     """
 
     FETCH = "FETCH"
+    FETCH_STATE = "FETCH_STATE"
     FETCH_GRAD = "FETCH_GRAD"
     ZERO = "ZERO"
     EMBED = "EMBED"
@@ -57,6 +60,7 @@ class Kind(StrEnum):
     DRAIN = "DRAIN"
     CLIP = "CLIP"
     UPDATE = "UPDATE"
+    STORE = "STORE"
     SAVE = "SAVE"
 
 
@@ -65,12 +69,14 @@ class Place(NamedTuple):
 
     Weights:   w.0 w.1 …    shared slots;    w.EMBED        an own slot in HBM
     Gradients: g.0 g.1 …    shared slots;    g.EMBED        an own slot;  tied.grad  the head's sum for a tied embedding
+    State:     s.EMBED      an own slot for lo, m, v of a segment with update "device"
     Homes:     ram.w.L000  ram.state.L000  ram.grad.L000  hbm.state.L000  (state "hbm": weights home is w.L000 itself)
     Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, kept.i.m, loss.m
     Scalars:   norm.L000, cell;  file.L000 on disk
     Micro-batches count from 0 over the whole step. Where only a micro-batch follows the pool, it is `micro_batch`, and
     `key` stays "": Place("loss", "", 3) is "loss.3".  Place("tied.grad") and Place("cell") are complete as they are.
     Between programs only homes keep their content: ram.*, hbm.state.*, file.*, cell; w.S, g.S if `state` is "hbm".
+    While an update is pending, also w.S, g.S, s.S of segments with update "device".
     """
 
     pool: str  # "w", "g", "act", "ram.w", …

@@ -17,9 +17,12 @@ class SegmentPlan:
     `weights`: "pool" (fetched into a shared slot at each visit), or "own" (a slot of its own: fetched once after
     each update, or never if `state` is "hbm").  EMBED and HEAD are always "own".
     `grads`: "pool" (summed in a shared slot, drained to the gradient home in RAM at the end of each visit), or "own"
-    (stays in HBM over all rounds; drained once if `state` is "ram").
-    `state`: home of lo, m, v; the update runs there: "hbm" on the compute lane (needs weights and grads "own"),
-    "ram" on the host lane.
+    (stays in HBM over all rounds; drained once if the update runs on the host lane).
+    `state`: home of lo, m, v: "hbm" (needs weights and grads "own") or "ram".
+    `update`: where the update runs: "home" (on the compute lane if `state` is "hbm", on the host lane if it is "ram"),
+    or "device" (`state` "ram", weights and grads "own"): on the compute lane, in a state slot of its own. The state
+    comes from RAM during the backward pass; the gradient never leaves its slot; new state and weights are written back
+    to RAM behind the update.
     `activations`: "recompute" keeps only the block's input; "keep" keeps autograd's saved tensors.
     """
 
@@ -30,6 +33,17 @@ class SegmentPlan:
     grads: Literal["pool", "own"] = "pool"
     state: Tier = "ram"
     activations: Literal["recompute", "keep"] = "recompute"
+    update: Literal["home", "device"] = "home"
+
+    @property
+    def streams_state(self) -> bool:
+        """Whether the state travels between its home in RAM and a slot in HBM, where the update runs."""
+        return self.trainable and self.update == "device"
+
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether the update runs on the compute lane: the gradient stays in its slot."""
+        return self.state == "hbm" or self.streams_state
 
 
 @dataclass(frozen=True)
@@ -83,9 +97,17 @@ def _validate_segment(segment: SegmentPlan, kind: str) -> None:
         raise PlanError(f"{segment.name} is planned as kind {segment.kind!r}; it must be {kind!r}")
     if segment.state == "disk":
         raise PlanError(f"{segment.name} has its state on disk, which no schedule supports yet; use 'ram' or 'hbm'")
-    if segment.weights != "own" and (kind != "block" or segment.state == "hbm"):
-        why = f"{kind} segments" if kind != "block" else "segments with state 'hbm'"
+    if segment.update == "device" and segment.state == "hbm":
+        raise PlanError(f"{segment.name} has state 'hbm' and update 'device'; the update runs there anyway: use 'home'")
+    if kind != "block":
+        why = f"{kind} segments"
+    elif segment.state == "hbm":
+        why = "segments with state 'hbm'"
+    elif segment.update == "device":
+        why = "segments with update 'device'"
+    else:
+        return
+    if segment.weights != "own":
         raise PlanError(f"{segment.name} has weights {segment.weights!r}; {why} need weights 'own'")
-    if segment.trainable and segment.grads != "own" and (kind != "block" or segment.state == "hbm"):
-        why = f"{kind} segments" if kind != "block" else "segments with state 'hbm'"
+    if segment.trainable and segment.grads != "own":
         raise PlanError(f"{segment.name} has grads {segment.grads!r}; {why} need grads 'own'")

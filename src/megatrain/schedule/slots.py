@@ -27,15 +27,19 @@ class Visit(NamedTuple):
 
 
 class WeightSlots:
-    """Fetches weights in visit order, as early as slots allow, into the slot whose next use is farthest (Belady)."""
+    """Fetches weights in visit order, as early as slots allow, into the slot whose next use is farthest (Belady).
 
-    def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
+    What this program updates in its slot is there; nothing else that an earlier program left in a slot counts.
+    """
+
+    def __init__(self, plan: Plan, visits: Sequence[Visit], pending_update: bool) -> None:
         self._wanted = [[plan.segments[i] for i in _weights_of(plan, visit)] for visit in visits]
         self._uses: dict[str, deque[int]] = {}
         for number, wanted in enumerate(self._wanted):
             for segment in wanted:
                 self._uses.setdefault(segment.name, deque()).append(number)
-        self._place = {s.name: Place("w", s.name) for s in plan.segments if s.state == "hbm"}
+        in_place = [s for s in plan.segments if s.state == "hbm" or (pending_update and s.streams_state)]
+        self._place = {s.name: Place("w", s.name) for s in in_place}
         self._held: list[str | None] = [None] * plan.weight_slots
         self._ahead = 0  # weights of visits before this one are in place or on their way
 
@@ -122,7 +126,7 @@ class GradSlots:
         """Whether the sum goes home to RAM after this visit: complete, or because its slot is given away."""
         segment = self._plan.segments[visit.index]
         if visit.last_round:
-            return segment.state == "ram"
+            return not segment.updates_on_device
         return segment.grads == "pool" and self._rotates
 
     def fetch_after(self, done: int) -> list[tuple[int, Op]]:

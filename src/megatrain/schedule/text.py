@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 
 # What follows the pool in a place: a key (segment, slot or block), a micro-batch, both, or nothing.
-_KEY = frozenset({"w", "g", "ram.w", "ram.state", "ram.grad", "hbm.state", "norm", "file"})
+_KEY = frozenset({"w", "g", "s", "ram.w", "ram.state", "ram.grad", "hbm.state", "norm", "file"})
 _MICRO_BATCH = frozenset({"dact", "call", "loss"})
 _BOTH = frozenset({"act", "kept"})
 _ALONE = frozenset({"cell", "tied.grad"})
