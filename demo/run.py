@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from prepare import prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(".demo")
 RUN = ROOT / "run"
@@ -58,6 +59,7 @@ def report(before: str, after: str, model: Path) -> None:
 
 def main() -> None:
     """Prepare, train, report. A demo that was stopped goes on where it was; one that is done only reports."""
+    disable_progress_bar()
     prepare(ROOT)
     kept = ROOT / "before.txt"
     if not kept.exists():
