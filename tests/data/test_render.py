@@ -127,6 +127,13 @@ def test_generation_prompt_that_opens_reasoning() -> None:
         "<|im_start|> user n hi <|im_end|> n <|im_start|> assistant n [yes] [<|im_end|>] n")
 
 
+def test_generation_prompt_that_opens_as_the_answer_does() -> None:
+    tokenizer = make_byte_tokenizer(OPENS_THINKING)
+    [result] = renderer(tokenizer, max_length=256).encode([to_chat("user: hi", "assistant: this")])
+    assert isinstance(result, Encoded)
+    assert tokenizer.decode(result.ids[result.trained].tolist()) == "this<|im_end|>"    # not "is", behind "th" of "think"
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_last_turn_with_an_end_of_its_own(monkeypatch: pytest.MonkeyPatch, scan: bool) -> None:
     if not scan:
