@@ -131,7 +131,7 @@ def test_generation_prompt_that_opens_as_the_answer_does() -> None:
     tokenizer = make_byte_tokenizer(OPENS_THINKING)
     [result] = renderer(tokenizer, max_length=256).encode([to_chat("user: hi", "assistant: this")])
     assert isinstance(result, Encoded)
-    assert tokenizer.decode(result.ids[result.trained].tolist()) == "this<|im_end|>"    # not "is", behind "th" of "think"
+    assert tokenizer.decode(result.ids[result.trained].tolist()) == "this<|im_end|>"  # not just "is"
 
 
 @pytest.mark.parametrize("scan", [True, False])
