@@ -1,7 +1,7 @@
 """RunConfig: what a run was asked to do, as one flat, strict, frozen table of keys. No torch.
 
 `read_config` turns a YAML file and `key=value` words into a RunConfig; every mistake is a ConfigError with its line and
-a suggestion. `resolved` replaces each `auto` once, before step 0. `docs/config.md` is printed from this file.
+a suggestion. `resolved` replaces each `auto` once, before step 0. `docs/config.md` is printed from RunConfig.
 """
 
 from __future__ import annotations
@@ -13,62 +13,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import BaseModel, Discriminator, Field, PlainSerializer, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatrain.config_spellings import ALIASES, BATCH_FACTORS, CODE_KEYS, HINTS
+from megatrain.config_values import STRICT, DatasetPart, Memory
 from megatrain.config_yaml import ConfigValue, parse_mapping, parse_value
 from megatrain.errors import ConfigError
 
 Group = Literal["run", "data", "optimisation", "numerics", "placement", "output"]
-
-UNITS_BYTES = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)")
-
-
-def parse_size(value: object) -> object:
-    """Bytes of "24GiB", "512 MiB", "1.5TB"; anything else is returned as it is, for pydantic to refuse."""
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value.strip())
-        if match is None:
-            raise ValueError('write a size with its unit, for example "24GiB"')
-        return int(float(match[1]) * UNITS_BYTES[match[2]])
-    if value is not None:
-        raise ValueError('write a size with its unit, for example "24GiB"')
-    return value
-
-
-def format_size(num_bytes: int) -> str:
-    """The shortest exact spelling that `parse_size` reads back: 25769803776 -> "24GiB"."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if num_bytes and num_bytes % UNITS_BYTES[unit] == 0:
-            return f"{num_bytes // UNITS_BYTES[unit]}{unit}"
-    return f"{num_bytes}B"
-
-
-def _dump_size(num_bytes: int | None) -> str | None:
-    return None if num_bytes is None else format_size(num_bytes)
-
-
-Size = Annotated[int | None, BeforeValidator(parse_size), PlainSerializer(_dump_size)]
-
-
-class Memory(BaseModel):
-    """Budgets of the three tiers; null means what the machine has."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-    hbm: Size = Field(default=None, description="GPU memory the run may use")
-    ram: Size = Field(default=None, description="host memory the run may use")
-    disk: Size = Field(default=None, description="disk space that checkpoints may use")
+DatasetPath = Annotated[str, Field(min_length=1), Tag("path")]
+DatasetParts = Annotated[tuple[DatasetPart, ...], Field(min_length=1), Tag("parts")]
+Dataset = Annotated[
+    DatasetPath | DatasetParts, Discriminator(lambda value: "parts" if isinstance(value, tuple) else "path")
+]
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "trackio", "wandb"], ...], PlainSerializer(lambda names: list(names) or "none")
+]
+FREE_GROUPS = ("placement", "output")  # keys of these groups may change at resume
 
 
 def _key(default: Any, group: Group, description: str, **limits: Any) -> Any:
@@ -78,16 +40,22 @@ def _key(default: Any, group: Group, description: str, **limits: Any) -> Any:
 class RunConfig(BaseModel):
     """Every key of a run. Groups: `placement` and `output` never change a bit of the result, all others may."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = STRICT
 
     model: str = _key(..., "run", "folder of a Hugging Face model (config.json, safetensors, tokenizer)", min_length=1)
-    dataset: str = _key(..., "data", "file or folder of training rows; the format is detected", min_length=1)
+    dataset: Dataset = _key(
+        ..., "data", "file or folder of rows, or a list of {path, format, repeat, weight}; formats are detected"
+    )
     eval_dataset: str | None = _key(None, "output", "file or folder of held-out rows")
     output_dir: str = _key("runs/run", "output", "the run folder; one run owns it")
 
     max_length: int = _key(2048, "data", "tokens of one row; longer samples are cut", ge=8)
     packing: bool = _key(True, "data", "fill rows with several samples, each seeing only itself")
-    assistant_only_loss: bool = _key(True, "data", "train on the assistant's turns only")
+    truncation: Literal["keep_start", "keep_end", "drop"] = _key(
+        "keep_start", "data", "what happens to a sample longer than max_length; plain text is cut into rows instead"
+    )
+    assistant_only_loss: bool = _key(True, "data", "train on the turns of train_roles only; false: on every token")
+    train_roles: tuple[str, ...] = _key(("assistant",), "data", "roles whose turns are trained", min_length=1)
     train_batch_size: int = _key(8, "data", "rows of one optimizer step (with packing: rows of max_length)", ge=1)
     num_train_epochs: float = _key(1.0, "optimisation", "passes over the data", gt=0)
     max_steps: int | None = _key(None, "optimisation", "optimizer steps; overrides num_train_epochs", ge=1)
@@ -108,7 +76,14 @@ class RunConfig(BaseModel):
     adam_beta2: float = _key(0.999, "optimisation", "AdamW beta 2", ge=0, lt=1)
     adam_epsilon: float = _key(1e-8, "optimisation", "AdamW epsilon", gt=0)
     max_grad_norm: float | None = _key(1.0, "optimisation", "exact global-norm clip; 0 or null: off", ge=0)
+    label_smoothing_factor: float = _key(
+        0.0, "optimisation", "part of each target spread over the whole vocabulary; evaluation has none", ge=0, lt=1
+    )
     freeze: tuple[str, ...] = _key((), "optimisation", "regular expressions; matching parameters are not trained")
+    early_stopping_patience: int | None = _key(
+        None, "output", "evaluations in a row without a better loss after which the run ends; null: never", ge=1
+    )
+    early_stopping_threshold: float = _key(0.0, "output", "how much lower a loss must be to count as better", ge=0)
     on_nan: Literal["stop", "skip"] = _key(
         "stop", "optimisation", "what a step with a NaN or Inf does; it never applies"
     )
@@ -144,48 +119,24 @@ class RunConfig(BaseModel):
     logging_steps: int = _key(1, "output", "steps between two printed lines; metrics.jsonl has every step", ge=1)
     eval_steps: int | None = _key(None, "output", "steps between two evaluations; null: only before and after", ge=1)
     save_steps: int = _key(500, "output", "steps between two checkpoints; the last step is always saved", ge=1)
-    save_total_limit: int = _key(2, "output", "checkpoints kept", ge=2)
-    save_strategy: Literal["steps", "no"] = _key(
-        "steps", "output", '"no": nothing can be resumed; only the final model is written'
+    save_total_limit: int = _key(2, "output", "checkpoints kept, beside the best one that was evaluated", ge=2)
+    save_strategy: Literal["steps", "best", "no"] = _key(
+        "steps",
+        "output",
+        '"best": also at each evaluation better than all before; "no": nothing can be resumed; '
+        "only the final model is written",
     )
     resume_from_checkpoint: Literal["auto", "never"] = _key(
         "auto", "output", "auto: go on from the newest valid checkpoint in output_dir, if there is one"
     )
-    report_to: Literal["none"] = _key("none", "output", "trackers; metrics.jsonl is always written")
+    report_to: Trackers = _key(
+        (), "output", "none, or some of tensorboard, trackio, wandb; metrics.jsonl is always written"
+    )
+    run_name: str | None = _key(None, "output", "the run's name in trackers; null: that of output_dir", min_length=1)
 
     def to_yaml(self) -> str:
         """The whole table as YAML that `read_config` reads back to an equal RunConfig."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-ALIASES = {
-    "model_name_or_path": "model",
-    "base_model": "model",
-    "model_id": "model",
-    "dataset_path": "dataset",
-    "train_file": "dataset",
-    "train_dataset": "dataset",
-    "validation_file": "eval_dataset",
-    "val_dataset": "eval_dataset",
-    "cutoff_len": "max_length",
-    "sequence_len": "max_length",
-    "max_seq_length": "max_length",
-    "max_seq_len": "max_length",
-    "sample_packing": "packing",
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs",
-    "adam_eps": "adam_epsilon",
-    "max_norm": "max_grad_norm",
-    "gradient_clipping": "max_grad_norm",
-    "output_path": "output_dir",
-    "global_batch_size": "train_batch_size",
-}
-BATCH_FACTORS = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
-CODE_KEYS = ("trust_remote_code", "plugins", "custom_generate", "remote_code")
-
-FREE_GROUPS = ("placement", "output")  # keys of these groups may change at resume
 
 
 def group_of(key: str) -> str:
@@ -198,6 +149,8 @@ def group_of(key: str) -> str:
 def _refuse_unknown(key: str, where: str) -> None:
     if key in CODE_KEYS:
         raise ConfigError(f"{where}: key '{key}' is refused: MegaTrain runs no code named by a file; remove the key")
+    if key in HINTS:
+        raise ConfigError(f"{where}: key '{key}' has no place here: {HINTS[key]}")
     known = [*RunConfig.model_fields, *ALIASES, *BATCH_FACTORS]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"did you mean '{close[0]}'?" if close else "docs/config.md lists the keys"
@@ -240,13 +193,19 @@ def _multiply_factors(table: dict[str, ConfigValue], factors: Mapping[str, Confi
     table["train_batch_size"] = ConfigValue(product, where)
 
 
+INNER_KEYS = {"memory": "memory has hbm, ram and disk", "dataset": "a dataset has path, format, repeat and weight"}
+
+
 def _sentence(detail: ErrorDetails, table: Mapping[str, ConfigValue], source: str) -> str:
     key = str(detail["loc"][0])
-    name = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and key not in table:
         return f"{source}: key '{key}' is missing; {RunConfig.model_fields[key].description}"
+    loc = detail["loc"][:1] + detail["loc"][2:] if key == "dataset" else detail["loc"]  # [1]: the form of a dataset
+    name = ".".join(str(part) for part in loc)
+    if detail["type"] == "missing":
+        return f"{table[key].where}: {name} is missing"
     if detail["type"] == "extra_forbidden":
-        return f"{table[key].where}: unknown key '{name}'; memory has hbm, ram and disk"
+        return f"{table[key].where}: unknown key '{name}'; {INNER_KEYS[key]}"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{table[key].where}: {name} is {detail['input']!r}; {message[0].lower()}{message[1:]}"
 
@@ -264,15 +223,42 @@ def _validated(table: Mapping[str, ConfigValue], source: str) -> RunConfig:
             raise ConfigError(
                 f"{table['freeze'].where}: freeze has {pattern!r}, not a regular expression: {error}"
             ) from None
+    _refuse_contradictions(config, {key: item.where for key, item in table.items()})
     return config
 
 
+def _refuse_contradictions(config: RunConfig, where: Mapping[str, str]) -> None:
+    """ConfigError if two keys cannot both be honoured."""
+    if config.early_stopping_patience is not None and (config.eval_dataset is None or config.eval_steps is None):
+        raise ConfigError(
+            f"{where['early_stopping_patience']}: early_stopping_patience counts evaluations; set eval_dataset and "
+            "eval_steps too"
+        )
+    if config.save_strategy == "best" and config.eval_dataset is None:
+        raise ConfigError(
+            f"{where['save_strategy']}: save_strategy is best, but nothing is evaluated; set eval_dataset"
+        )
+    if config.warmup_steps and config.warmup_ratio:
+        raise ConfigError(f"{where['warmup_ratio']}: warmup_steps and warmup_ratio both size the warm-up; keep one")
+    if isinstance(config.dataset, str):
+        return
+    if any(part.weight is not None for part in config.dataset):
+        for part in config.dataset:
+            if part.weight is None or part.repeat is not None:
+                raise ConfigError(
+                    f"{where['dataset']}: dataset {part.path} has no weight, or a repeat too, while others have a "
+                    "weight; give every dataset a weight, or none"
+                )
+
+
 def _widened(key: str, value: object) -> object:
-    """YAML has lists and one spelling of whole numbers; RunConfig has tuples and floats. Nothing else is widened."""
-    if isinstance(value, list):
-        return tuple(value)
-    if key == "freeze" and isinstance(value, str):
+    """YAML has lists, and bare words for lists of one; RunConfig has tuples. Nothing else is widened."""
+    if key in ("freeze", "train_roles") and isinstance(value, str):
         return (value,)
+    if key == "report_to" and isinstance(value, str):
+        return () if value == "none" else (value,)
+    if isinstance(value, list):
+        return tuple({"path": item} if key == "dataset" and isinstance(item, str) else item for item in value)
     return value
 
 
@@ -338,7 +324,7 @@ def resolved(config: RunConfig, device: Literal["cpu", "cuda"], num_cores: int) 
         "optimizer_threads": config.optimizer_threads or num_cores,
         "max_grad_norm": config.max_grad_norm or None,
         "model": _absolute(config.model),
-        "dataset": _absolute(config.dataset),
+        "dataset": _absolute_dataset(config.dataset),
         "eval_dataset": None if config.eval_dataset is None else _absolute(config.eval_dataset),
         "output_dir": str(Path(config.output_dir).absolute()),
     }
@@ -350,21 +336,17 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if Path(path).exists() else path
 
 
+def _absolute_dataset(dataset: str | tuple[DatasetPart, ...]) -> str | tuple[DatasetPart, ...]:
+    if isinstance(dataset, str):
+        return _absolute(dataset)
+    return tuple(part.model_copy(update={"path": _absolute(part.path)}) for part in dataset)
+
+
 def changed_keys(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
     """Keys that may change bits and differ between two resolved configs: what a resume must not find."""
     keys = [key for key in RunConfig.model_fields if group_of(key) not in FREE_GROUPS]
     left, right = before.model_dump(), after.model_dump()
     return tuple(key for key in keys if left[key] != right[key])
-
-
-def config_page() -> str:
-    """docs/config.md: every key with its default, group and meaning."""
-    defaults = RunConfig(model="-", dataset="-").model_dump(mode="json")
-    lines = ["| key | default | group | meaning |", "|---|---|---|---|"]
-    for key, field in RunConfig.model_fields.items():
-        shown = "required" if field.is_required() else f"`{yaml_scalar(defaults[key])}`"
-        lines.append(f"| `{key}` | {shown} | {group_of(key)} | {field.description} |")
-    return "\n".join(lines) + "\n"
 
 
 def yaml_scalar(value: object) -> str:

@@ -8,16 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config import (
-    ALIASES,
-    RunConfig,
-    changed_keys,
-    format_size,
-    group_of,
-    parse_size,
-    read_config,
-    resolved,
-)
+from megatrain.config import RunConfig, changed_keys, group_of, read_config, resolved
+from megatrain.config_spellings import ALIASES, HINTS
+from megatrain.config_values import format_size, parse_size
 from megatrain.errors import ConfigError
 
 BASE = "model: a\ndataset: b\n"
@@ -42,6 +35,7 @@ def test_every_alias_lands_on_its_key(tmp_path: Path, alias: str) -> None:
     values = {"model": "x", "dataset": "x", "eval_dataset": "x", "output_dir": "x", "max_length": "64"}
     values |= {"packing": "false", "lr_scheduler_type": "linear", "learning_rate": "0.5", "num_train_epochs": "2"}
     values |= {"adam_epsilon": "0.5", "max_grad_norm": "0.5", "train_batch_size": "3"}
+    values |= {"train_roles": "[user, assistant]", "label_smoothing_factor": "0.1"}
     key = ALIASES[alias]
     base = "".join(line for line in (BASE.splitlines(keepends=True)) if not line.startswith(f"{key}:"))
     config = read(tmp_path, f"{base}{alias}: {values[key]}\n")
@@ -70,6 +64,15 @@ def test_batch_factors_multiply(tmp_path: Path) -> None:
         ("seed: -1\n", "line 3: seed is -1"),
         ("learning_rate: .inf\n", "line 3: learning_rate is inf"),
         ("memory: {hbm: 24}\n", 'line 3: memory.hbm is 24; write a size with its unit, for example "24GiB"'),
+        ("dataset_format: x\n", "line 3: unknown key 'dataset_format'"),
+        ("lora_r: 8\n", "line 3: key 'lora_r' has no place here: MegaTrain trains every parameter"),
+        ("ema_decay: 0.99\n", "line 3: key 'ema_decay' has no place here: averages of the weights (EMA)"),
+        ("early_stopping_patience: 3\n", "line 3: early_stopping_patience counts evaluations; set eval_dataset and"),
+        ("save_strategy: best\n", "line 3: save_strategy is best, but nothing is evaluated; set eval_dataset"),
+        ("warmup_steps: 3\nwarmup_ratio: 0.1\n", "line 4: warmup_steps and warmup_ratio both size the warm-up"),
+        ("report_to: mlflow\n", "line 3: report_to.0 is 'mlflow'; input should be 'tensorboard', 'trackio' or 'wandb'"),
+        ("train_roles: []\n", "line 3: train_roles is ()"),
+        ("label_smoothing: 1\n", "line 3: label_smoothing_factor is 1"),
         ("memory: {vram: 24GiB}\n", "unknown key 'memory.vram'; memory has hbm, ram and disk"),
         ("memory: {ram: 1GiB, ram: 2GiB}\n", "key 'ram' is given twice"),
         ("save_total_limit: 1\n", "line 3: save_total_limit is 1"),
@@ -95,6 +98,46 @@ def test_mistakes_name_their_line(tmp_path: Path, text: str, message: str) -> No
 def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dataset: 5\n", "line 2: dataset is 5; input should be a valid string"),
+        ("dataset: []\n", "line 2: dataset is (); tuple should have at least 1 item"),
+        ("dataset: [{format: text}]\n", "line 2: dataset.0.path is missing"),
+        ("dataset: [{path: a, repeat: 0}]\n", "line 2: dataset.0.repeat is 0; input should be greater than 0"),
+        ("dataset: [{path: a, rows: 3}]\n", "line 2: unknown key 'dataset.0.rows'; a dataset has path, format,"),
+        ("dataset: [{path: a, weight: 1}, b]\n", "line 2: dataset b has no weight, or a repeat too"),
+        ("dataset: [{path: a, weight: 1, repeat: 2}]\n", "line 2: dataset a has no weight, or a repeat too"),
+    ],
+)
+def test_mistakes_in_a_list_of_datasets(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, "model: a\n" + text)
+    assert message in str(error.value)
+
+
+def test_lists_of_datasets_survive_a_round_trip(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    text = f"model: a\ndataset: [{tmp_path}/a.jsonl, {{path: b, repeat: 0.5, format: text}}]\nreport_to: wandb\n"
+    config = resolved(read(tmp_path, text), "cpu", 1)
+    assert not isinstance(config.dataset, str)
+    assert [(part.path, part.repeat, part.format) for part in config.dataset] == [
+        (f"{tmp_path}/a.jsonl", None, None),
+        ("b", 0.5, "text"),
+    ]
+    assert config.report_to == ("wandb",)
+    assert read(tmp_path, config.to_yaml()) == config
+    assert read(tmp_path, BASE + "report_to: none\n").report_to == ()
+    assert read(tmp_path, BASE + "report_to: [wandb, tensorboard]\n").report_to == ("wandb", "tensorboard")
+
+
+def test_unknown_key_ignored_unsloth_10452(tmp_path: Path) -> None:
+    """No key is passed over: neither a misspelt one, nor another tool's that means nothing here."""
+    for key in ("neftune_alpha", "learning_rte", *HINTS):
+        with pytest.raises(ConfigError, match=f"line 3: (unknown key|key) '{key}'"):
+            read(tmp_path, BASE + f"{key}: 1\n")
 
 
 def test_alias_bomb_is_refused_at_once(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatrain.config import config_page
+from megatrain.config_page import config_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
 def test_the_page_of_keys_is_fresh() -> None:
-    assert config_page() in PAGE.read_text("utf-8"), "run: python -c 'from megatrain.config import …' (docs/config.md)"
+    assert config_page() in PAGE.read_text("utf-8"), (
+        "run: python -c 'from megatrain.config_page import …' (docs/config.md)"
+    )

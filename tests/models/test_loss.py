@@ -55,6 +55,22 @@ def test_softmax_is_in_fp32_and_the_sum_in_fp64() -> None:
     assert loss != loss.float().double(), "the sum must need more than fp32 here"
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+def test_smoothing_spreads_a_part_of_each_target_over_the_vocabulary(smoothing: float) -> None:
+    y_1TD, w_VD, labels_T = setting(torch.float32)
+    dw_VD = torch.zeros(V, D)
+    loss, dy_1TD = chunked_backward(product, {"out": w_VD}, {"out": dw_VD}, y_1TD, labels_T, 0.125, 5, smoothing)
+
+    wide_y, wide_w = y_1TD[0].double().requires_grad_(), w_VD.double().requires_grad_()
+    log_p_TV = torch.log_softmax(wide_y @ wide_w.T, dim=1)
+    target_TV = torch.nn.functional.one_hot(labels_T.clamp_min(0), V) * (1 - smoothing) + smoothing / V
+    expected = -(log_p_TV * target_TV)[labels_T >= 0].sum()
+    dy, dw = torch.autograd.grad(0.125 * expected, [wide_y, wide_w])
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dy_1TD[0].double(), dy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dw_VD.double(), dw, rtol=1e-5, atol=1e-6)
+
+
 def test_no_labels_no_loss() -> None:
     y_1TD, w_VD, labels_T = setting(torch.float32)
     dw_VD = torch.zeros(V, D)

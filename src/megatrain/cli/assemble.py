@@ -169,7 +169,9 @@ def engine_of(run: Planned, store: SegmentStore) -> Engine:
     assert config.micro_batch_tokens is not None, "resolve the config first"
     assert config.loss_chunk_tokens is not None, "resolve the config first"
     assert config.optimizer_threads is not None, "resolve the config first"
-    numerics = Numerics(config.micro_batch_tokens, config.loss_chunk_tokens, config.max_grad_norm)
+    numerics = Numerics(
+        config.micro_batch_tokens, config.loss_chunk_tokens, config.max_grad_norm, config.label_smoothing_factor
+    )
     return Engine(template_of(run), store, run.plan, numerics, run.device, optimizer_threads=config.optimizer_threads)
 
 

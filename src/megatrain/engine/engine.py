@@ -31,6 +31,7 @@ class Numerics:
     micro_batch_tokens: int
     loss_chunk_tokens: int
     max_grad_norm: float | None
+    label_smoothing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,13 @@ class Engine:
         places = Places(template.spec, plan, store, device, template.compute_dtype, numerics.micro_batch_tokens)
         host_rule = HostRule(optimizer_threads)
         self._handlers = Handlers(
-            template, store, places, host_rule, device_rule(device, host_rule), numerics.loss_chunk_tokens
+            template,
+            store,
+            places,
+            host_rule,
+            device_rule(device, host_rule),
+            numerics.loss_chunk_tokens,
+            numerics.label_smoothing,
         )
         self._chaos = chaos
         if chaos is None:

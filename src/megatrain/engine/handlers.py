@@ -59,6 +59,7 @@ class Handlers:
         host_rule: Rule,
         device_rule: Rule,
         loss_chunk_tokens: int,
+        label_smoothing: float,
     ) -> None:
         self.template = template
         self.store = store
@@ -66,6 +67,7 @@ class Handlers:
         self.host_rule = host_rule
         self.device_rule = device_rule
         self.loss_chunk_tokens = loss_chunk_tokens
+        self.label_smoothing = label_smoothing
         self.step = Step()
         self.cell: Cell | None = None
         self.scalars = Scalars()
@@ -141,7 +143,14 @@ class Handlers:
             elif place.pool == "g":
                 grads |= self.places.views(place, op.segment)
         loss, dh = head_backward(
-            self.template, weights, grads, h, batch.labels_T, self.step.inv_denominator, self.loss_chunk_tokens
+            self.template,
+            weights,
+            grads,
+            h,
+            batch.labels_T,
+            self.step.inv_denominator,
+            self.loss_chunk_tokens,
+            self.label_smoothing,
         )
         self.scalars.put(str(_one(op.writes, "loss")), loss)
         self.places.hidden(_one(op.writes, "dact")).copy_(dh)

@@ -1,6 +1,7 @@
 """The loss over token chunks: logits are never whole. One function for streaming and for the reference.
 
-Cross-entropy summed over labelled tokens, softmax in fp32, the sum in fp64. Legend: T tokens, C tokens of a chunk,
+Cross-entropy summed over labelled tokens, softmax in fp32, the sum in fp64. With label smoothing s a token's loss is
+(1 - s) * -log p[label] + s * mean over V of -log p; evaluation has none. Legend: T tokens, C tokens of a chunk,
 D hidden size, V vocabulary. Memory: O(C x V). No chunk is skipped, so nothing waits for the device to look at labels.
 """
 
@@ -27,6 +28,7 @@ def head_backward(
     labels_T: Tensor,
     inv_denominator: float,
     chunk_tokens: int,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(sum of token losses as fp64 0-d, dL/dh_1TD); adds HEAD's gradients. The gradients carry `inv_denominator`."""
     with torch.enable_grad():
@@ -36,7 +38,14 @@ def head_backward(
     output_w = {name: w[name] for name in template.output_names}
     output_grads = {name: grads[name] for name in sorted(template.output_names & grads.keys())}
     loss, dy = chunked_backward(
-        template.logits, output_w, output_grads, y_1TD.detach(), labels_T, inv_denominator, chunk_tokens
+        template.logits,
+        output_w,
+        output_grads,
+        y_1TD.detach(),
+        labels_T,
+        inv_denominator,
+        chunk_tokens,
+        label_smoothing,
     )
     tail_grads = {name: view for name, view in grads.items() if name in template.tail_names}
     torch.autograd.backward(y_1TD, dy, inputs=[source, *point_gradients(leaves, tail_grads)])
@@ -51,6 +60,7 @@ def chunked_backward(
     labels_T: Tensor,
     inv_denominator: float,
     chunk_tokens: int,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(sum of token losses, dL/dy_1TD) of the output layer; adds its gradients chunk by chunk, first chunk first.
 
@@ -65,7 +75,7 @@ def chunked_backward(
         chunk = slice(start, start + chunk_tokens)
         with torch.enable_grad():
             y_1CD = y_1TD[:, chunk].detach().requires_grad_()
-            chunk_loss = _token_losses(logits_of(leaves, y_1CD), labels_T[chunk]).sum()
+            chunk_loss = _token_losses(logits_of(leaves, y_1CD), labels_T[chunk], label_smoothing).sum()
         dy_1TD[:, chunk], *dw = torch.autograd.grad(chunk_loss, [y_1CD, *trained], scale)
         for view, gradient in zip(grads.values(), dw, strict=True):
             view.add_(gradient)
@@ -80,11 +90,13 @@ def head_loss(template: ModelTemplate, w: Weights, h: Tensor, labels_T: Tensor, 
     loss = torch.zeros((), dtype=torch.float64, device=h.device)
     for start in range(0, labels_T.numel(), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        loss += _token_losses(template.logits(w, y_1TD[:, chunk]), labels_T[chunk]).sum()
+        loss += _token_losses(template.logits(w, y_1TD[:, chunk]), labels_T[chunk], 0.0).sum()
     return loss
 
 
-def _token_losses(logits_1CV: Tensor, labels_C: Tensor) -> Tensor:
+def _token_losses(logits_1CV: Tensor, labels_C: Tensor, label_smoothing: float) -> Tensor:
     """loss_C in fp64, each from an fp32 softmax; 0 where there is no label."""
     logits_CV = logits_1CV.squeeze(0).float()
-    return cross_entropy(logits_CV, labels_C, ignore_index=IGNORED_LABEL, reduction="none").double()
+    return cross_entropy(
+        logits_CV, labels_C, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
+    ).double()

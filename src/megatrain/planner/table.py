@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatrain.config import format_size
+from megatrain.config_values import format_size
 from megatrain.schedule.plan import Tier
 
 Verdict = Literal["FITS", "TIGHT", "NO"]

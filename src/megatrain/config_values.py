@@ -1,0 +1,76 @@
+"""Types of config values that YAML has no word for: sizes with units, budgets, parts of a dataset. No torch."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+UNITS_BYTES = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)")
+
+
+def parse_size(value: object) -> object:
+    """Bytes of "24GiB", "512 MiB", "1.5TB"; anything else is returned as it is, for pydantic to refuse."""
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            raise ValueError('write a size with its unit, for example "24GiB"')
+        return int(Decimal(match[1]) * UNITS_BYTES[match[2]])
+    if value is not None:
+        raise ValueError('write a size with its unit, for example "24GiB"')
+    return value
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact spelling that `parse_size` reads back: 25769803776 -> "24GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes and num_bytes % UNITS_BYTES[unit] == 0:
+            return f"{num_bytes // UNITS_BYTES[unit]}{unit}"
+    return f"{num_bytes}B"
+
+
+def _dump_size(num_bytes: int | None) -> str | None:
+    return None if num_bytes is None else format_size(num_bytes)
+
+
+Size = Annotated[
+    int | None,
+    BeforeValidator(parse_size),
+    PlainSerializer(_dump_size),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": f"^{_SIZE.pattern}$"}, {"type": "null"}]}),
+]
+
+
+class Memory(BaseModel):
+    """Budgets of the three tiers; null means what the machine has."""
+
+    model_config = STRICT
+    hbm: Size = Field(default=None, description="GPU memory the run may use")
+    ram: Size = Field(default=None, description="host memory the run may use")
+    disk: Size = Field(default=None, description="disk space that checkpoints may use")
+
+
+class DatasetPart(BaseModel):
+    """One of several datasets. `repeat`: how often an epoch holds its rows; `weight`: its share of the epoch's rows."""
+
+    model_config = STRICT
+    path: str = Field(description="file or folder of rows", min_length=1)
+    format: Literal["messages", "text", "prompt_completion", "alpaca", "sharegpt"] | None = Field(
+        default=None, description="format of the rows; null: detected"
+    )
+    repeat: float | None = Field(default=None, description="times an epoch holds its rows; 0.5: half of them", gt=0)
+    weight: float | None = Field(default=None, description="share of the epoch's rows, against the other weights", gt=0)
