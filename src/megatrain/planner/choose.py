@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatrain.config import RunConfig, format_size
+from megatrain.config import RunConfig
+from megatrain.config_values import format_size
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
 from megatrain.models.layout import layout_of
