@@ -96,14 +96,15 @@ def random_batches(vocab: int, tokens: int, sequence: int, count: int, device: t
 
 
 def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: int) -> Plan:
-    """The placement asked for by --resident (segments whose state lives in HBM), --keep and --slots."""
+    """The placement asked for by --resident (segments whose state is in HBM), --device-update, --keep and --slots."""
     resident = set(args.resident.split(",")) - {""}
+    streamed = set(args.device_update.split(",")) - {""}
     spec = template.spec
     everything = "all" in resident
     segments = []
     for segment in spec.segments:
         at_home = everything or segment.name in resident
-        own = at_home or segment.kind != "block"
+        own = at_home or segment.kind != "block" or segment.name in streamed
         segments.append(
             SegmentPlan(
                 name=segment.name,
@@ -113,6 +114,7 @@ def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: 
                 grads="own" if own else "pool",
                 state="hbm" if at_home else "ram",
                 activations="keep" if args.keep and segment.kind == "block" else "recompute",
+                update="device" if segment.name in streamed else "home",
             )
         )
     rounds = args.round or micro_batches
@@ -203,6 +205,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--loss-chunk", type=int, default=2048)
     parser.add_argument("--hbm-gib", type=float, default=0.0, help="hard cap of the process; 0: none")
     parser.add_argument("--resident", default="", help="segments with state in HBM: EMBED,HEAD,L000 or all")
+    parser.add_argument("--device-update", default="", help="segments with state in RAM, updated on the device: EMBED")
     parser.add_argument("--keep", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--grad-slots", type=int, default=2)
@@ -258,6 +261,7 @@ def row(
         "system": system, "model": args.model, "layers": len(spec.blocks),
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
         "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None, "resident": args.resident,
+        "device_update": args.device_update,
         "activations": "keep" if keep else "recompute",
         "precision": args.precision, "deterministic": True, "aliased": False,
         "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),

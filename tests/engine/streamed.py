@@ -31,6 +31,7 @@ class Placement:
     round_micro_batches: int = 8
     keep: bool = False
     resident: frozenset[str] = frozenset()  # segments whose state lives in "hbm"
+    streamed: frozenset[str] = frozenset()  # segments whose state lives in RAM and is updated on the device
     own: frozenset[str] = frozenset()  # blocks with a weight and gradient slot of their own, state in RAM
     threads: int = 1
 
@@ -43,11 +44,12 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
 
     def segment(name: str, kind: str, trainable: bool) -> SegmentPlan:
         at_home = name in placement.resident
-        own = at_home or kind != "block" or name in placement.own
+        streamed = name in placement.streamed
+        own = at_home or streamed or kind != "block" or name in placement.own
         keep = placement.keep and kind == "block"
         plan = SegmentPlan(name, kind, trainable, activations="keep" if keep else "recompute")
         if own:
-            plan = replace(plan, weights="own", grads="own")
+            plan = replace(plan, weights="own", grads="own", update="device" if streamed else "home")
         return replace(plan, state="hbm") if at_home else plan
 
     segments = tuple(segment(s.name, s.kind, any(t.trainable for t in s.tensors)) for s in spec.segments)

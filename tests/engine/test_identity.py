@@ -26,9 +26,18 @@ PLACEMENTS = {
     "kept activations, rounds": Placement(keep=True, round_micro_batches=3),
     "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
     "everything at home": Placement(resident=frozenset({"EMBED", "L000", "L001", "L002", "HEAD"})),
+    "state streamed: embedding": Placement(streamed=frozenset({"EMBED"})),
+    "state streamed: all but one, rounds": Placement(
+        streamed=frozenset({"EMBED", "L000", "L002", "HEAD"}), round_micro_batches=2, keep=True
+    ),
+    "state streamed: head and front, others at home": Placement(
+        streamed=frozenset({"L000", "HEAD"}), resident=frozenset({"EMBED"}), round_micro_batches=1
+    ),
     "own slots": Placement(own=frozenset({"L001"}), round_micro_batches=2),
     "two threads": Placement(threads=2),
 }
+
+STREAMED_STATE = [name for name in PLACEMENTS if name.startswith("state streamed")]
 
 
 def batches(seed: int = 0):
@@ -82,7 +91,7 @@ def test_no_placement_changes_a_bit(family, placement, plain):
     assert same_bytes(state, plain(family, "fp32").state) == []
 
 
-@pytest.mark.parametrize("placement", ["three rounds", "kept activations", "everything at home"])
+@pytest.mark.parametrize("placement", ["three rounds", "everything at home", *STREAMED_STATE])
 def test_no_placement_changes_a_bit_in_bf16(placement, plain):
     _, state = streamed("smollm2", "bf16", _fitting("smollm2", PLACEMENTS[placement]))
     assert same_bytes(state, plain("smollm2", "bf16").state) == []
@@ -90,20 +99,25 @@ def test_no_placement_changes_a_bit_in_bf16(placement, plain):
 
 def _fitting(family: str, placement: Placement) -> Placement:
     names = {segment.name for segment in model_spec(tiny_config(family)).segments}
-    return replace(placement, resident=placement.resident & names, own=placement.own & names)
+    fitting = {field: getattr(placement, field) & names for field in ("resident", "streamed", "own")}
+    return replace(placement, **fitting)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_chaos_changes_no_bit(seed, plain):
-    placement = [TWO_SLOTS, Placement(round_micro_batches=2), Placement(keep=True, weight_slots=3)][seed % 3]
+    placements = [TWO_SLOTS, Placement(round_micro_batches=2), Placement(keep=True, weight_slots=3)]
+    placements += [_fitting("gemma3", PLACEMENTS[name]) for name in STREAMED_STATE]
+    placement = placements[seed % len(placements)]
     _, state = streamed("gemma3", "fp32", placement, Chaos(seed, max_delay_s=0.001))
     assert same_bytes(state, plain("gemma3", "fp32").state) == []
 
 
-def test_evaluation_between_steps_changes_nothing_and_sees_the_update():
+@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1]])
+def test_evaluation_between_steps_changes_nothing_and_sees_the_update(placement):
     config = tiny_config("qwen3")
     masters = tiny_masters(model_spec(config))
-    runs = [Streamed(config, masters, TOKENS, precision="fp32") for _ in range(2)]
+    fitting = _fitting("qwen3", PLACEMENTS[placement])
+    runs = [Streamed(config, masters, TOKENS, precision="fp32", placement=p) for p in (fitting, TWO_SLOTS)]
     steps = batches()
     losses = []
     for micro_batches, hyper in zip(steps, HYPERS, strict=True):
@@ -116,12 +130,37 @@ def test_evaluation_between_steps_changes_nothing_and_sees_the_update():
         run.close()
 
 
-def test_a_non_finite_step_applies_nothing():
+@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1]])
+def test_a_save_finds_every_home_final(placement):
+    """What is written is what a flush would leave: state that was updated on the device is back in RAM by then."""
+    config = tiny_config("qwen3")
+    masters = tiny_masters(model_spec(config))
+    fitting = _fitting("qwen3", PLACEMENTS[placement])
+    chaos = Chaos(1, max_delay_s=0.005)
+    run = Streamed(config, masters, TOKENS, precision="bf16", placement=fitting, chaos=chaos)
+    run.train(batches()[:2], HYPERS[:2])
+    written = {}
+
+    def write(segment: str) -> None:
+        written.update({(segment, kind): run.store.flat(segment, kind).clone() for kind in ("w", "lo", "m", "v")})
+
+    run.engine.save(write)
+    for (segment, kind), flat in written.items():
+        assert flat.equal(run.store.flat(segment, kind)), (segment, kind)
+    other = Streamed(config, masters, TOKENS, precision="bf16")
+    other.train(batches()[:2], HYPERS[:2])
+    assert same_bytes(run.state(), other.state()) == []
+    for each in (run, other):
+        each.close()
+
+
+@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1]])
+def test_a_non_finite_step_applies_nothing(placement):
     config = tiny_config("llama")
     masters = tiny_masters(model_spec(config))
     broken = {name: value.copy() for name, value in masters.items()}
     broken["model.layers.1.mlp.up_proj.weight"][3, 5] = np.inf
-    run = Streamed(config, broken, TOKENS, precision="fp32")
+    run = Streamed(config, broken, TOKENS, precision="fp32", placement=_fitting("llama", PLACEMENTS[placement]))
     before = run.state()
     (result,) = run.train(batches()[:1], HYPERS[:1])
     assert not result.applied

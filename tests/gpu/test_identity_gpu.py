@@ -28,6 +28,10 @@ PLACEMENTS = {
     "three slots, two rounds": Placement(weight_slots=3, grad_slots=1, round_micro_batches=2),
     "kept": Placement(keep=True),
     "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
+    "state streamed": Placement(streamed=frozenset({"EMBED", "L000", "HEAD"})),
+    "state streamed, others at home, two rounds": Placement(
+        streamed=frozenset({"EMBED", "L001"}), resident=frozenset({"HEAD"}), round_micro_batches=2
+    ),
     "everything at home, kept": Placement(resident=ALL_AT_HOME, keep=True),
 }
 
@@ -53,7 +57,7 @@ def streamed(
 ):
     config = tiny_config(family)
     names = {segment.name for segment in model_spec(config).segments}
-    placement = replace(placement, resident=placement.resident & names)
+    placement = replace(placement, resident=placement.resident & names, streamed=placement.streamed & names)
     masters = tiny_masters(model_spec(config))
     run = Streamed(
         config, masters, TOKENS, precision=precision, placement=placement, chaos=chaos, device="cuda", compiled=compiled
@@ -114,9 +118,11 @@ def test_fifty_seeds_of_chaos_change_no_bit():
         assert same_bytes(state, want) == [], f"seed {seed}"
 
 
-def test_a_step_never_synchronises_with_the_host():
+@pytest.mark.parametrize("placement", ["two slots", "state streamed"])
+def test_a_step_never_synchronises_with_the_host(placement):
     config = tiny_config("llama")
-    run = Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="bf16", device="cuda")
+    masters = tiny_masters(model_spec(config))
+    run = Streamed(config, masters, TOKENS, precision="bf16", device="cuda", placement=PLACEMENTS[placement])
     steps = batches()
     run.train(steps[:2], HYPERS[:2])
     clip = run.engine._handlers.table[Kind.CLIP]

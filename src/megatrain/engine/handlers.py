@@ -74,6 +74,7 @@ class Handlers:
         self.block_index = {segment.name: i for i, segment in enumerate(template.spec.blocks)}
         self.table: dict[Kind, Callable[[Op], None]] = {
             Kind.FETCH: self.fetch,
+            Kind.FETCH_STATE: self.fetch_state,
             Kind.FETCH_GRAD: self.fetch_grad,
             Kind.ZERO: self.zero,
             Kind.EMBED: self.embed,
@@ -87,12 +88,25 @@ class Handlers:
             Kind.DRAIN: self.drain,
             Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
+            Kind.STORE: self.store_back,
             Kind.SAVE: self.save,
         }
 
     # --- travel ------------------------------------------------------------------------------------------------
     def fetch(self, op: Op) -> None:
         copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.store.flat(op.segment, "w"))
+
+    def fetch_state(self, op: Op) -> None:
+        self._copy_state(op)
+
+    def store_back(self, op: Op) -> None:
+        self._copy_state(op)
+        copy_in_pieces(self.store.flat(op.segment, "w"), self.places.flat(op.reads[1], op.segment))
+
+    def _copy_state(self, op: Op) -> None:
+        source = self.places.state(op.reads[0])
+        for kind, target in self.places.state(op.writes[0]).items():
+            copy_in_pieces(target, source[kind])
 
     def fetch_grad(self, op: Op) -> None:
         copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.store.flat(op.segment, "grad"))
@@ -215,14 +229,14 @@ class Handlers:
         assert self.cell is not None
         if self.cell.scalars is None:
             return
-        layout, flat = self.store.layouts[op.segment], self.store.flat
-        gradient = op.reads[0]
-        lo = flat(op.segment, "lo") if self.store.precision == "bf16" else None
-        state = (flat(op.segment, "w"), lo, flat(op.segment, "m"), flat(op.segment, "v"))
+        layout = self.store.layouts[op.segment]
+        gradient, _, state_place, weights = op.reads
+        state = self.places.state(state_place)
         if gradient.pool == "g":
-            self.device_rule.update(layout, *state, self.places.flat(gradient, op.segment), self.cell.scalars)
+            rule, w, g = self.device_rule, self.places.flat(weights, op.segment), self.places.flat(gradient, op.segment)
         else:
-            self.host_rule.update(layout, *state, flat(op.segment, "grad"), self.cell.scalars)
+            rule, w, g = self.host_rule, self.store.flat(op.segment, "w"), self.store.flat(op.segment, "grad")
+        rule.update(layout, w, state.get("lo"), state["m"], state["v"], g, self.cell.scalars)
 
     def save(self, op: Op) -> None:
         assert self.step.write_segment is not None

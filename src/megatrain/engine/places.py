@@ -41,6 +41,9 @@ def place_bytes(
             table[f"w.{segment.name}"] = layout.num_elements * compute_bytes
         if segment.grads == "own" and segment.trainable:
             table[f"g.{segment.name}"] = layout.num_trainable * 4
+        if segment.streams_state:
+            kinds_bytes = {"lo": 2, "m": 4, "v": 4} if compute_bytes == 2 else {"m": 4, "v": 4}
+            table |= {f"s.{segment.name}.{kind}": layout.num_trainable * size for kind, size in kinds_bytes.items()}
     embed = plan.segments[0]
     if plan.tied and embed.trainable:
         table[str(TIED_GRAD)] = layouts[embed.name][embedding_name(layouts[embed.name], spec)].tensor.num_elements * 4
@@ -67,6 +70,7 @@ class Places:
         self._dtype = compute_dtype
         self._round_micro_batches = plan.round_micro_batches
         self._hidden_shape = (1, micro_batch_tokens, spec.hidden_size)
+        self._state_kinds = ("lo", "m", "v") if store.precision == "bf16" else ("m", "v")
         self._resident = {s.name for s in plan.segments if s.state == "hbm"}
         table = place_bytes(spec, plan, store.layouts, compute_dtype.itemsize, micro_batch_tokens)
         self.arena = DeviceArena(table, device)
@@ -83,6 +87,14 @@ class Places:
             return self.arena.view(str(place), layout.num_elements, self._dtype)
         assert place.pool == "g", place
         return self.arena.view(str(place), layout.num_trainable, torch.float32)
+
+    def state(self, place: Place) -> dict[str, Tensor]:
+        """Kind -> flat buffer of lo (bf16 only), m and v at `place`: the home of a segment's state, or its own slot."""
+        segment = str(place.key)
+        homes = {kind: self._store.flat(segment, kind) for kind in self._state_kinds}
+        if place.pool != "s":
+            return homes
+        return {kind: self.arena.view(f"{place}.{kind}", home.numel(), home.dtype) for kind, home in homes.items()}
 
     def views(self, place: Place, segment: str) -> dict[str, Tensor]:
         """Local name -> view of `segment`'s tensors at `place`."""
@@ -105,7 +117,10 @@ class Places:
 
     def poison(self, place: Place) -> None:
         """For tests: fill a slot nobody will read again with NaN. Homes in HBM (state "hbm") are left alone."""
-        if place.key not in self._resident:
+        if place.pool == "s":
+            for kind in self._state_kinds:
+                self.arena.poison(f"{place}.{kind}")
+        elif place.key not in self._resident:
             self.arena.poison(self._slot(place))
 
     def _slot(self, place: Place) -> str:

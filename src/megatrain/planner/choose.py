@@ -196,10 +196,11 @@ def memory_table(question: _Question, plan: Plan) -> MemoryTable:
 def _home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
     """What the store holds in RAM."""
     names = [s.name for s in plan.segments if s.state == "ram"]
+    drained = [s.name for s in plan.segments if not s.updates_on_device]
     return [
         MemoryRow("weights", "ram", sum(sizes.weights_bytes(shapes, name) for name in names)),
         MemoryRow("optimizer state", "ram", sum(sizes.state_bytes(shapes, name) for name in names)),
-        MemoryRow("gradients", "ram", sum(sizes.gradient_bytes(shapes, name) for name in names)),
+        MemoryRow("gradients", "ram", sum(sizes.gradient_bytes(shapes, name) for name in drained)),
     ]
 
 

@@ -62,6 +62,8 @@ def segment_hbm_bytes(shapes: Shapes, segment: SegmentPlan) -> int:
         total += weights_bytes(shapes, segment.name)
     if segment.grads == "own" and segment.trainable:
         total += gradient_bytes(shapes, segment.name)
+    if segment.streams_state:
+        total += state_bytes(shapes, segment.name)
     return total
 
 

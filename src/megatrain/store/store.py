@@ -21,14 +21,15 @@ Precision = Literal["bf16", "fp32"]
 
 PAGE_BYTES = 4096
 _DTYPES = {"lo": torch.int16, "m": torch.float32, "v": torch.float32, "grad": torch.float32}
-_TRAVELS = ("w", "grad")  # what DMA reads and writes; the rest is touched by the CPU only and needs no pinning
+_TRAVELS = ("w", "grad")  # what DMA reads and writes; state seldom: what the CPU alone touches needs no pinning
 
 
 class SegmentStore:
-    """Every segment's flat buffers, zeroed. Kinds: w; if trainable lo (bf16 only), m, v; and grad if its home is RAM.
+    """Every segment's flat buffers, zeroed. Kinds: w; if trainable lo (bf16 only), m, v; and grad if it comes to RAM.
 
-    A segment whose plan says state "hbm" lives on `device` alone (its gradient stays in its slot); all others in RAM,
-    w and grad pinned when `device` is a CUDA device (`pinned` says what was reached; a refusal is also warned of).
+    A segment whose plan says state "hbm" lives on `device` alone; all others in RAM, what travels (w, grad; lo, m, v if
+    the plan says update "device") pinned when `device` is a CUDA device (`pinned` says what was reached; a refusal is
+    also warned of). Where the update runs on the device, the gradient stays in its slot.
     """
 
     def __init__(self, layouts: Sequence[Layout], precision: Precision, plan: Plan, device: torch.device) -> None:
@@ -47,8 +48,13 @@ class SegmentStore:
             self._tiers[segment, kind] = tier
             if tier == "hbm":
                 self._flats[segment, kind] = torch.zeros(count, dtype=self.dtype(kind), device=device)
-        self._place([row[:3] for row in table if row[3] == "ram" and row[1] in _TRAVELS], pin=device.type == "cuda")
-        self._place([row[:3] for row in table if row[3] == "ram" and row[1] not in _TRAVELS], pin=False)
+        travels, stays = [], []
+        for segment, kind, count, tier in table:
+            if tier == "ram":
+                rows = travels if kind in _TRAVELS or plans[segment].streams_state else stays
+                rows.append((segment, kind, count))
+        self._place(travels, pin=device.type == "cuda")
+        self._place(stays, pin=False)
 
     def _place(self, rows: list[tuple[str, str, int]], *, pin: bool) -> None:
         """Gives each (segment, kind, count) its page-aligned part of one new arena."""
@@ -136,7 +142,7 @@ def _kinds(layout: Layout, plan: SegmentPlan, precision: Precision) -> Iterator[
     if not layout.num_trainable:
         return
     kinds = ("lo", "m", "v") if precision == "bf16" else ("m", "v")
-    for kind in (*kinds, "grad") if plan.state == "ram" else kinds:
+    for kind in kinds if plan.updates_on_device else (*kinds, "grad"):
         yield layout.segment, kind, layout.num_trainable, plan.state
 
 

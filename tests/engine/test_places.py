@@ -1,0 +1,48 @@
+"""The device arena holds what the plan asks for and the planner counts; the store keeps what must be in RAM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.engine.places import Places, place_bytes
+from megatrain.models.layout import layout_of
+from megatrain.models.spec_of import model_spec
+from megatrain.planner import sizes
+from megatrain.schedule.ops import Place
+from megatrain.store.store import SegmentStore
+from tests.engine.streamed import Placement, make_plan
+from tests.families import tiny_config
+
+SPEC = model_spec(tiny_config("llama"))
+LAYOUTS = {segment.name: layout_of(segment) for segment in SPEC.segments}
+STREAMED = frozenset({"EMBED", "L000"})
+
+
+@pytest.mark.parametrize(("precision", "compute_bytes"), [("bf16", 2), ("fp32", 4)])
+def test_a_state_slot_is_what_the_planner_counts_and_the_gradient_has_no_home(precision, compute_bytes):
+    plan = make_plan(SPEC, Placement(streamed=STREAMED))
+    table = place_bytes(SPEC, plan, LAYOUTS, compute_bytes, 8)
+    shapes = sizes.Shapes(SPEC, LAYOUTS, compute_bytes, 8, 8, compiled=False)
+    for segment in plan.segments:
+        own = sum(size for name, size in table.items() if segment.name in name.split("."))
+        assert own == sizes.segment_hbm_bytes(shapes, segment), segment.name
+    store = SegmentStore(list(LAYOUTS.values()), precision, plan, torch.device("cpu"))
+    assert {s.name for s in plan.segments if "grad" not in store.kinds(s.name)} == STREAMED
+    store.close()
+
+
+@pytest.mark.parametrize(("precision", "kinds"), [("bf16", ["lo", "m", "v"]), ("fp32", ["m", "v"])])
+def test_state_at_home_and_in_its_slot_are_two_memories_of_one_form(precision, kinds):
+    plan = make_plan(SPEC, Placement(streamed=STREAMED))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    store = SegmentStore(list(LAYOUTS.values()), precision, plan, torch.device("cpu"))
+    places = Places(SPEC, plan, store, torch.device("cpu"), dtype, 8)
+    home, slot = places.state(Place("ram.state", "L000")), places.state(Place("s", "L000"))
+    assert list(home) == list(slot) == kinds
+    places.poison(Place("s", "L000"))
+    for kind in kinds:
+        assert (home[kind].dtype, home[kind].shape) == (slot[kind].dtype, slot[kind].shape)
+        assert slot[kind].view(torch.uint8).eq(0xFF).all()
+        assert not home[kind].view(torch.uint8).any(), "the home is zeroed and must stay so"
+    store.close()
