@@ -16,12 +16,12 @@ ROOMS = [
     "errors", "config_yaml", "config_values", "config_spellings", "config", "config_page", "importers",
     "hardware", "models", "schedule",
     "planner", "memory", "store", "optim", "kernels", "codec",
-    "engine", "data", "checkpoint", "train", "cli",
+    "engine", "data", "checkpoint", "train", "report", "cli",
 ]  # fmt: skip
 NATIVE = "megatrain._native"  # built from csrc/
-TORCH_FREE = (*ROOMS[: ROOMS.index("models")], "schedule", "planner")
+TORCH_FREE = (*ROOMS[: ROOMS.index("models")], "schedule", "planner", "report")
 DISPATCH = PACKAGE / "cli/main.py"  # the one file whose functions import
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SRC_LINES = 400, 60, 12_000
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SRC_LINES = 400, 60, 15_000
 SIDE_EFFECTS = {
     "add",
     "append",

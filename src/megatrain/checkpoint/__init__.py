@@ -6,7 +6,7 @@ May touch: files, through `Files` alone; the store's buffers.
 Must never: run while an op writes what it reads; load a byte that does not match its hash; unpickle.
 """
 
-from megatrain.checkpoint.commit import Checkpoint, load_checkpoint
+from megatrain.checkpoint.commit import Checkpoint, load_checkpoint, open_step, saved_steps
 from megatrain.checkpoint.export import write_hf_folder
 from megatrain.checkpoint.fs import Files
 from megatrain.checkpoint.load_hf import load_weights
@@ -19,7 +19,9 @@ __all__ = [
     "checkpoint_bytes",
     "load_checkpoint",
     "load_weights",
+    "open_step",
     "restore",
     "save_checkpoint",
+    "saved_steps",
     "write_hf_folder",
 ]

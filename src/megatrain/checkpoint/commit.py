@@ -182,8 +182,20 @@ def load_checkpoint(run_dir: Path, which: Literal["auto"] | Path, files: Files |
     return None
 
 
-def _verified(files: Files, path: Path, skipped: tuple[str, ...]) -> Checkpoint:
-    manifest = verify(files, path)
+def saved_steps(run_dir: Path, files: Files | None = None) -> list[int]:
+    """Steps of the run that have a checkpoint, lowest first; their contents are not read."""
+    files = files or Files()
+    parent = run_dir / CHECKPOINTS
+    return sorted(step for step, _ in _steps(files, parent)) if files.is_folder(parent) else []
+
+
+def open_step(run_dir: Path, step: int, files: Files | None = None, *, below: str = "") -> Checkpoint:
+    """The checkpoint of `step`, to read and not to resume from. `below` ("model/"): verify those files alone."""
+    return _verified(files or Files(), run_dir / CHECKPOINTS / f"step-{step}", (), below)
+
+
+def _verified(files: Files, path: Path, skipped: tuple[str, ...], below: str = "") -> Checkpoint:
+    manifest = verify(files, path, below)
     if TRAINER not in manifest["files"]:
         raise CheckpointError(f"{path / MANIFEST}: lists no {TRAINER}; this is no training checkpoint")
     trainer = read_small(files, path / TRAINER, _MAX_MANIFEST_BYTES, CheckpointError)
@@ -191,12 +203,16 @@ def _verified(files: Files, path: Path, skipped: tuple[str, ...]) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest, trainer_state, skipped)
 
 
-def verify(files: Files, path: Path) -> dict[str, Any]:
-    """The manifest, once every byte of every file matches it; else CheckpointError naming the file and the tensor."""
+def verify(files: Files, path: Path, below: str = "") -> dict[str, Any]:
+    """The manifest, once every byte of every file matches it; else CheckpointError naming the file and the tensor.
+
+    `below`: only files whose name starts so are read, and the trainer's state.
+    """
     manifest = _read_manifest(files, path)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         for name, blocks in manifest["files"].items():
-            _verify_file(files, path / name, blocks, pool)
+            if name.startswith(below) or name == TRAINER:
+                _verify_file(files, path / name, blocks, pool)
     return manifest
 
 

@@ -32,6 +32,13 @@ Allow = Annotated[
     list[str] | None, typer.Option(help="Key that may differ from the run that is resumed.", metavar="KEY")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+ModelPath = Annotated[Path, typer.Argument(help="Run folder or Hugging Face model folder.", metavar="RUN|MODEL_FOLDER")]
+Step = Annotated[str, typer.Option(help="Checkpoint of a run: its number, latest, best or base.", metavar="N")]
+Steps = Annotated[
+    list[str] | None,
+    typer.Option("--step", help="Checkpoint of a run: its number, latest, best, base or all. May be repeated."),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
 
 
 def _version(wanted: bool) -> None:
@@ -86,6 +93,62 @@ def export(
     from megatrain.cli.assemble import export_run
 
     raise typer.Exit(export_run(run, folder, dtype))
+
+
+@app.command("eval")
+def evaluate(
+    path: ModelPath,
+    words: Words = None,
+    dataset: Annotated[str | None, typer.Option(help="Rows to use in place of the run's eval_dataset.")] = None,
+    step: Steps = None,
+    json: Json = False,
+    lm_eval: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness to run instead (an extra).", metavar="TASKS")
+    ] = None,
+) -> None:
+    """Held-out loss and perplexity of one or several checkpoints, at the run's own settings."""
+    from megatrain.cli import evaluate as verb
+
+    if lm_eval is not None:
+        raise typer.Exit(verb.evaluate_by_harness(path, words or (), step or (), lm_eval))
+    raise typer.Exit(verb.evaluate(path, words or (), dataset, step or (), as_json=json))
+
+
+@app.command()
+def chat(
+    path: ModelPath,
+    words: Words = None,
+    prompt: Annotated[str | None, typer.Option(help="Ask this and end; without it, a conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0: the likeliest word. Default: as the model's folder says, else 0.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    step: Step = "latest",
+    raw: Raw = False,
+) -> None:
+    """Talk to a checkpoint or a model; what does not fit the GPU streams through it layer by layer."""
+    from megatrain.cli.chat import chat as verb
+    from megatrain.models.generate import Sampling
+
+    sampling = Sampling(max_tokens, temperature, top_p, seed)
+    raise typer.Exit(verb(path, step, prompt, system, sampling, raw=raw, words=words or ()))
+
+
+@app.command()
+def report(
+    run: RunPath,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Ask the base and the newest model this. May be repeated.")
+    ] = None,
+    raw: Raw = False,
+) -> None:
+    """Write RUN/report/index.html: curves, memory, lanes, config, samples; one page that needs nothing else."""
+    from megatrain.cli.report_run import report as verb
+
+    raise typer.Exit(verb(run, prompt or (), raw=raw))
 
 
 @data_app.command()

@@ -1,0 +1,251 @@
+"""`megatrain chat`: talk to a run's checkpoint or to a model folder. Layers stay resident or stream; same words."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatrain.cli.assemble import Planned, tokenizer_of
+from megatrain.cli.opened import Source, config_of, filled_store, is_run, planned_to_read, sources_of
+from megatrain.config import RunConfig
+from megatrain.data.formats import BadSample
+from megatrain.data.template import ChatTemplate
+from megatrain.engine.lend import Lender
+from megatrain.errors import ConfigError, DataError
+from megatrain.models.generate import GenerativeModel, Sampling
+from megatrain.planner.table import gib
+from megatrain.store import SegmentStore
+
+PROMPT = "you> "
+HELP = "an empty line is ignored; /new starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+CACHE_TOKENS = 8192  # of a long conversation: HBM for their keys and values is not filled with blocks
+PASS_TOKENS = 512  # what the planner counts the working memory of a pass with
+Messages = list[dict[str, str]]
+
+
+class Writer:
+    """Turns tokens into text as they come; a character that is not whole yet waits. Control characters stay out.
+
+    (A model can write anything, and a terminal obeys escape sequences.)
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO, hidden: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._out = out
+        self._hidden = frozenset(hidden)
+        self.ids: list[int] = []
+        self._shown: list[int] = []
+        self._start = self._end = 0  # tokens [start, end) are shown, and give the text before those after end
+        self.text = ""
+        self.stopped = False
+        self.first_s = self.last_s = 0.0
+
+    def put(self, token: int) -> None:
+        """One more token; a stop token is counted, not shown."""
+        self.last_s = time.perf_counter()
+        if not self.ids:
+            self.first_s = self.last_s
+        self.ids.append(token)
+        if token in self._hidden:
+            return
+        self._shown.append(token)
+        before = self._decoded(self._start, self._end)
+        after = self._decoded(self._start, len(self._shown))
+        if len(after) > len(before) and not after.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._write(after[len(before) :])
+            self._start, self._end = self._end, len(self._shown)
+
+    def finish(self) -> None:
+        """Show what still waits."""
+        rest = self._decoded(self._start, len(self._shown))[len(self._decoded(self._start, self._end)) :]
+        self._write(rest)
+
+    def _decoded(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._shown[start:end], skip_special_tokens=True)
+
+    def _write(self, piece: str) -> None:
+        self.text += piece
+        self._out.write("".join(c for c in piece if c in "\n\t" or not ("\0" <= c < " " or "\x7f" <= c < "\xa0")))
+        self._out.flush()
+
+
+@dataclass
+class Talker:
+    """A model with its tokenizer, ready to answer."""
+
+    run: Planned
+    tokenizer: PreTrainedTokenizerBase
+    store: SegmentStore
+    lender: Lender
+    model: GenerativeModel
+    template: ChatTemplate | None  # None: raw text goes in
+    link_Bps: float | None = field(default=None)  # bytes a second
+
+    @property
+    def stop_ids(self) -> list[int]:
+        return self.model.stop_ids(self.template.end_ids if self.template is not None else ())
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """Tokens of a conversation up to the opening of the next answer; of the text itself without a template."""
+        if self.template is None:
+            return self.tokenizer.encode(messages[-1]["content"])
+        try:
+            text = self.template.render(messages, None, prompt=True)
+        except BadSample as error:
+            raise DataError(f"this conversation cannot be rendered: {error}") from None
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def answer(self, messages: Messages, sampling: Sampling, out: TextIO) -> Writer:
+        """Write the answer to `out` while it is made. Ctrl-C ends it where it is."""
+        prompt = self.prompt_ids(messages)
+        room = self.run.spec.max_positions - len(prompt)
+        if not prompt:
+            raise DataError("the prompt is empty; write something")
+        if room < 1:
+            raise DataError(
+                f"the conversation is {len(prompt)} tokens long, the model knows {self.run.spec.max_positions} "
+                "positions; start again with a shorter one"
+            )
+        writer = Writer(self.tokenizer, out, self.stop_ids)
+        try:
+            limit = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+            self.model.generate(prompt, limit, writer.put, self.stop_ids)
+        except KeyboardInterrupt:
+            writer.stopped = True
+        writer.finish()
+        out.write("\n")
+        return writer
+
+    def speed(self, writer: Writer, started_s: float) -> str:
+        """Tokens a second, and what the link allows where layers stream."""
+        count = len(writer.ids)
+        if not count:
+            return "[no token]"
+        parts = [f"{count} tokens, first after {writer.first_s - started_s:.2f} s"]
+        if count > 1 and writer.last_s > writer.first_s:
+            parts.append(f"then {(count - 1) / (writer.last_s - writer.first_s):.1f} tokens/s")
+        if self.link_Bps is not None and self.lender.streamed_bytes:
+            bound = self.link_Bps / self.lender.streamed_bytes
+            size, rate = gib(self.lender.streamed_bytes), self.link_Bps / 1e9
+            parts.append(f"link bound {bound:.1f} tokens/s ({size} a token at {rate:.0f} GB/s)")
+        return f"[{'; '.join(parts)}]"
+
+    def close(self) -> None:
+        """Give the weights' memory back."""
+        self.store.close()
+
+
+def talker_of(config: RunConfig, source: Source, *, raw: bool, through_slots: bool | None = None) -> Talker:
+    """Load `source`. The planner keeps in HBM what fits; the rest streams, layer by layer, for every token."""
+    run = planned_to_read(_config_to_write(config), source.folder, cache_tokens=CACHE_TOKENS)
+    tokenizer = tokenizer_of(run.config)
+    template = None if raw else _template_of(tokenizer, source.folder)
+    store = filled_store(run)
+    lender = Lender(
+        store, run.plan, run.device, through_slots=run.device.type == "cuda" if through_slots is None else through_slots
+    )
+    model = GenerativeModel(
+        run.hf_config,
+        source.folder,
+        store.dtype("w"),
+        run.device,
+        lender.outer(),
+        lender.block,
+        allow_unproven=config.allow_unproven,
+    )
+    return Talker(run, tokenizer, store, lender, model, template, lender.link_Bps())
+
+
+def _config_to_write(config: RunConfig) -> RunConfig:
+    """One row of few tokens a pass; on the device there is, which need not be the one the run was trained on."""
+    device = "cpu" if config.device == "cuda" and not torch.cuda.is_available() else config.device
+    changes = {
+        "device": device,
+        "compile": False,
+        "max_length": 8,
+        "train_batch_size": 1,
+        "micro_batch_tokens": PASS_TOKENS,
+        "loss_chunk_tokens": PASS_TOKENS,
+        "round_micro_batches": 1,
+    }
+    return config.model_copy(update=changes)
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTemplate:
+    if not tokenizer.chat_template:
+        raise DataError(f"{folder} has no chat template: it continues text; use --raw")
+    return ChatTemplate(tokenizer)
+
+
+def chat(
+    path: Path,
+    step: str,
+    prompt: str | None,
+    system: str | None,
+    sampling: Sampling,
+    *,
+    raw: bool,
+    words: Sequence[str],
+) -> int:
+    """One answer to `prompt` (or to what is piped in), or a conversation on a terminal."""
+    if raw and system is not None:
+        raise ConfigError("--raw continues text as it is, so --system has no place; leave one of them out")
+    interactive = prompt is None and sys.stdin.isatty()
+    if prompt is None and not interactive:
+        prompt = sys.stdin.read().rstrip("\n")
+    config = config_of(path, words)
+    (source,) = sources_of(path, [step] if is_run(path) or step != "latest" else [])
+    talker = talker_of(config, source, raw=raw)
+    before: Messages = [] if system is None else [{"role": "system", "content": system}]
+    stopped = False
+    if prompt is not None:
+        stopped = _turn(talker, [*before, {"role": "user", "content": prompt}], sampling).stopped
+    else:
+        print(f"{source.label} of {path}; {HELP}", file=sys.stderr)
+        _converse(talker, before, sampling)
+    talker.close()
+    return 128 + signal.SIGINT if stopped else 0
+
+
+def _turn(talker: Talker, messages: Messages, sampling: Sampling) -> Writer:
+    started_s = time.perf_counter()
+    writer = talker.answer(messages, sampling, sys.stdout)
+    print(talker.speed(writer, started_s), file=sys.stderr, flush=True)
+    return writer
+
+
+def _converse(talker: Talker, before: Messages, sampling: Sampling) -> None:
+    """Turns until the input ends. A turn reads the whole conversation again: one pass, the price of one token."""
+    messages = list(before)
+    for line in _lines():
+        if line == "/new":
+            messages = list(before)
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            text = _turn(talker, asked, sampling).text
+        except DataError as error:
+            print(f"megatrain: {error} (/new)", file=sys.stderr)
+            continue
+        messages = [*asked, {"role": "assistant", "content": text}]
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            line = input(PROMPT).strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line == "/exit":
+            return
+        if line:
+            yield line
