@@ -289,14 +289,27 @@ def _with_overrides(raw: dict[str, ConfigValue], overrides: Sequence[str]) -> di
 
 def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The RunConfig of a YAML file (None: of the words alone) with `key=value` overrides; ConfigError on a mistake."""
-    source = str(path) if path is not None else "command line"
-    raw: dict[str, ConfigValue] = {}
-    if path is not None:
-        try:
-            raw = parse_mapping(path.read_bytes(), source)
-        except OSError as error:
-            raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    if path is None:
+        return read_config_text(b"", "command line", overrides)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    return read_config_text(content, str(path), overrides)
+
+
+def read_config_text(content: bytes, source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """`read_config` of a text; `source` is what mistakes are named by."""
+    raw = parse_mapping(content, source)
     return _validated(_without_aliases(_with_overrides(raw, overrides)), source)
+
+
+def spellings(path: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Our key -> how the file or the words spell it, where that is another tool's way."""
+    raw = _with_overrides(parse_mapping(path.read_bytes(), str(path)), overrides)
+    found = {ALIASES[name]: name for name in raw if name in ALIASES}
+    factors = [name for name in raw if name in BATCH_FACTORS]
+    return found | ({"train_batch_size": " × ".join(factors)} if factors else {})
 
 
 def resolved(config: RunConfig, device: Literal["cpu", "cuda"], num_cores: int) -> RunConfig:

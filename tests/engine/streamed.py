@@ -72,6 +72,7 @@ class Streamed:
         device: str = "cpu",
         freeze: Sequence[str] = (),
         compiled: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
         self.device = torch.device(device)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -85,7 +86,7 @@ class Streamed:
             for entry in layout.entries:
                 values = torch.from_numpy(np.array(masters[entry.tensor.name], dtype=np.float32)).flatten()
                 self.store.set_master(name, entry, values)
-        numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm)
+        numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing)
         self.engine = Engine(
             self.template, self.store, plan, numerics, self.device, optimizer_threads=placement.threads, chaos=chaos
         )

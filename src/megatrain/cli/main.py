@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+config_app = typer.Typer(help="Look at configs, and translate those of other tools.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists the keys.", metavar="CONFIG")]
 RunPath = Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")]
@@ -158,6 +160,47 @@ def preview(config: ConfigFile, words: Words = None) -> None:
     from megatrain.config import read_config
 
     raise typer.Exit(preview_data(read_config(config, words or ())))
+
+
+@config_app.command()
+def show(config: ConfigFile, words: Words = None) -> None:
+    """Print every key as it will be used, under its own name, with other spellings beside it."""
+    from megatrain.cli.config_verbs import show_config
+
+    raise typer.Exit(show_config(config, words or ()))
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a config, for editors."""
+    from megatrain.config_page import config_schema_text
+
+    print(config_schema_text())
+
+
+@config_app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="YAML file of another tool.", metavar="FILE")],
+    tool: Annotated[str, typer.Option("--from", help="auto, llamafactory, axolotl or megatrain-paper.")] = "auto",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="New file; without it, print.")] = None,
+) -> None:
+    """Translate FILE, and say what was not carried over and why."""
+    from megatrain.cli.config_verbs import import_file
+
+    raise typer.Exit(import_file(file, tool, output))
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="New config file.", metavar="FILE")] = Path("run.yaml"),
+    model: Annotated[str, typer.Option(help="Hugging Face model folder.")] = "/models/NAME",
+    dataset: Annotated[str, typer.Option(help="File or folder of training rows.")] = "train.jsonl",
+    eval_dataset: Annotated[str | None, typer.Option(help="File or folder of held-out rows.")] = None,
+) -> None:
+    """Write a commented config to start from; never over another file."""
+    from megatrain.cli.config_verbs import init as verb
+
+    raise typer.Exit(verb(file, model, dataset, eval_dataset))
 
 
 def main() -> None:
