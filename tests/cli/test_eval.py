@@ -56,7 +56,11 @@ def test_every_checkpoint_gives_the_bits_that_training_gave(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_folder_gives_the_loss_of_transformers(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "the cat sat on a mat and the dog ran to a log"
@@ -126,11 +130,11 @@ def test_damage_is_found_before_it_is_believed(
     assert "is damaged in bytes" in capsys.readouterr().err
 
 
-HARNESS = '''
+HARNESS = """
 import json, sys
 print("harness", json.dumps(sys.argv[1:]))
 sys.exit(3 if "broken" in sys.argv else 0)
-'''
+"""
 
 
 def test_the_harness_is_an_extra(
