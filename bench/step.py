@@ -96,7 +96,7 @@ def random_batches(vocab: int, tokens: int, sequence: int, count: int, device: t
 
 
 def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: int) -> Plan:
-    """The placement asked for by --resident (segments whose state is in HBM), --device-update, --keep and --slots."""
+    """The placement asked for by `placed` (segments whose state is in HBM, or updated there), --keep and --slots."""
     resident = set(args.resident.split(",")) - {""}
     streamed = set(args.device_update.split(",")) - {""}
     spec = template.spec
@@ -204,14 +204,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--loss-chunk", type=int, default=2048)
     parser.add_argument("--hbm-gib", type=float, default=0.0, help="hard cap of the process; 0: none")
-    parser.add_argument("--resident", default="", help="segments with state in HBM: EMBED,HEAD,L000 or all")
-    parser.add_argument("--device-update", default="", help="segments with state in RAM, updated on the device: EMBED")
     parser.add_argument("--keep", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--grad-slots", type=int, default=2)
     parser.add_argument("--round", type=int, default=0, help="micro-batches a round; 0: all")
     parser.add_argument("--threads", type=int, default=14)
-    parser.add_argument("--systems", default="megatrain,pytorch-hbm")
+    parser.add_argument(
+        "--systems",
+        default="megatrain,pytorch-hbm",
+        help="megatrain may say where state goes: megatrain/resident=EMBED+L000 (or all): its home is HBM; "
+        "megatrain/device_update=EMBED: home in RAM, updated on the GPU",
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--warm", type=float, default=30.0)
     parser.add_argument("--steps", type=int, default=10)
@@ -229,18 +232,27 @@ def main(argv: Sequence[str]) -> int:
     spec = model_spec(config)
     for system in args.systems.split(","):
         gc.collect()
+        name, _, placement = system.partition("/")
+        asked = placed(args, placement)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(1.0)
-            if system == "megatrain" and args.hbm_gib:
+            if name == "megatrain" and args.hbm_gib:
                 cap_device_memory(int(args.hbm_gib * 2**30))
-        if system == "megatrain":
-            timing = run_megatrain(config, args, batches)
+        if name == "megatrain":
+            timing = run_megatrain(config, asked, batches)
         else:
-            timing = run_plain(config, args, batches, keep=system.endswith("keep"))
-        record("step", row(args, spec, system, timing, len(batches)), on=machine_name(device))
+            timing = run_plain(config, asked, batches, keep=name.endswith("keep"))
+        record("step", row(asked, spec, name, timing, len(batches)), on=machine_name(device))
         torch._dynamo.reset()
     return 0
+
+
+def placed(args: argparse.Namespace, placement: str) -> argparse.Namespace:
+    """`args` with `resident` and `device_update` as a system's placement says."""
+    words = dict(word.split("=") for word in placement.split("/") if word)
+    places = {key: words.get(key, "").replace("+", ",") for key in ("resident", "device_update")}
+    return argparse.Namespace(**vars(args) | places)
 
 
 def machine_name(device: torch.device) -> str:
@@ -260,7 +272,8 @@ def row(
     result = {
         "system": system, "model": args.model, "layers": len(spec.blocks),
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
-        "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None, "resident": args.resident,
+        "loss_chunk_tokens": args.loss_chunk, "micro_batch_tokens": args.micro_batch_tokens,
+        "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None if system == "megatrain" else None, "resident": args.resident,
         "device_update": args.device_update,
         "activations": "keep" if keep else "recompute",
         "precision": args.precision, "deterministic": True, "aliased": False,

@@ -35,9 +35,15 @@ SLOT_ROWS = (
 )
 
 
-def spec_of(num_layers: int = 4, hidden_size: int = 256, tied: bool = True, freeze: tuple[str, ...] = ()) -> ModelSpec:
+def spec_of(
+    num_layers: int = 4,
+    hidden_size: int = 256,
+    tied: bool = True,
+    freeze: tuple[str, ...] = (),
+    vocab_size: int = 1000,
+) -> ModelSpec:
     config = LlamaConfig(
-        vocab_size=1000,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
@@ -108,6 +114,15 @@ def test_a_model_that_does_not_fit_streams_and_uses_what_is_spare() -> None:
     assert row_bytes(table, "gradients") == 4 * sum(
         layout_of(s).num_trainable for s, p in zip(spec.segments, plan.segments, strict=True) if p.state == "ram"
     )
+
+
+def test_what_is_needed_first_is_resident_first() -> None:
+    """From the front: HEAD's update has the whole forward pass to hide behind."""
+    spec = spec_of(8, 4096, tied=False, vocab_size=100_000)
+    plan, _ = plan_run(spec, config_of("cuda", activations="recompute"), replace(GPU, hbm_free_bytes=32 * GIB))
+    states = [segment.state for segment in plan.segments]
+    assert 3 <= states.count("hbm") <= 8
+    assert states == sorted(states), "hbm first, then ram"
 
 
 def test_more_rounds_when_activations_do_not_fit() -> None:

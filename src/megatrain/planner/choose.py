@@ -75,7 +75,7 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield "activations: recompute", config.model_copy(update={"activations": "recompute"})
     if config.round_micro_batches is not None:
         yield "round_micro_batches: 1", config.model_copy(update={"round_micro_batches": 1})
-    if config.save_strategy == "steps" and config.save_total_limit > 2:
+    if config.save_strategy != "no" and config.save_total_limit > 2:
         yield "save_total_limit: 2", config.model_copy(update={"save_total_limit": 2})
 
 
@@ -132,12 +132,13 @@ def _fewest_rounds(question: _Question, activations: Literal["recompute", "keep"
 def _upgrades(question: _Question, plan: Plan) -> Iterator[tuple[str, Mapping[str, str]]]:
     """(segment, changed fields), most useful first.
 
-    EMBED and HEAD: their update is final last and needed first. Front blocks next: theirs is needed next. Then kept
-    activations, last block first: they live shortest.
+    In the order in which updates are needed: EMBED, whose gradient is also complete last, the blocks from the front,
+    HEAD. Then kept activations, last block first: they live shortest. Update "device" is never chosen: it takes as much
+    HBM as state "hbm", and RAM and traffic besides.
     """
     own = {"state": "hbm", "weights": "own", "grads": "own"}
     if question.machine.device == "cuda":
-        for segment in (plan.segments[0], plan.segments[-1], *plan.blocks):
+        for segment in plan.segments:
             yield segment.name, own
     if question.config.activations == "auto":
         for block in reversed(plan.blocks):
@@ -185,9 +186,10 @@ def memory_table(question: _Question, plan: Plan) -> MemoryTable:
     ]
     if question.machine.device == "cuda":
         rows.append(MemoryRow("CUDA libraries", "hbm", sizes.CONTEXT_HBM_BYTES))
-    if question.config.save_strategy == "steps":
+    if question.config.save_strategy != "no":
         rows.append(MemoryRow("checkpoint writer", "ram", sizes.SAVE_BUFFER_BYTES))
         copies = question.config.save_total_limit + 1  # the new one is whole before an old one goes
+        copies += question.config.eval_dataset is not None  # the best one is kept besides
         rows.append(MemoryRow(f"checkpoints ({copies})", "disk", copies * sizes.checkpoint_bytes(shapes)))
     rows = [row for row in rows if row.num_bytes]
     return MemoryTable(tuple(rows), _budgets(question), peak, shapes.spec.num_parameters)
