@@ -252,6 +252,8 @@ def placed(args: argparse.Namespace, placement: str) -> argparse.Namespace:
     """`args` with `resident` and `device_update` as a system's placement says."""
     words = dict(word.split("=") for word in placement.split("/") if word)
     places = {key: words.get(key, "").replace("+", ",") for key in ("resident", "device_update")}
+    if args.trace:
+        places["trace"] = str(Path(args.trace).with_suffix("")) + "".join(f"-{word}" for word in words) + ".jsonl"
     return argparse.Namespace(**vars(args) | places)
 
 
@@ -261,9 +263,7 @@ def machine_name(device: torch.device) -> str:
     return name.replace(" ", "-")
 
 
-def row(
-    args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, count: int
-) -> dict[str, object]:
+def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, count: int) -> dict[str, object]:
     """The figures of one system. Useful FLOPs: active parameters and causal attention, no recompute."""
     step_s = statistics.median(timing.steps_s)
     keep = args.keep or system.endswith("keep")
@@ -273,7 +273,8 @@ def row(
         "system": system, "model": args.model, "layers": len(spec.blocks),
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
         "loss_chunk_tokens": args.loss_chunk, "micro_batch_tokens": args.micro_batch_tokens,
-        "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None if system == "megatrain" else None, "resident": args.resident,
+        "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None if system == "megatrain" else None,
+        "resident": args.resident,
         "device_update": args.device_update,
         "activations": "keep" if keep else "recompute",
         "precision": args.precision, "deterministic": True, "aliased": False,
