@@ -27,7 +27,9 @@ class Homes:
         on_device = {"device": template.device}
         self.slots = [torch.full((largest,), torch.nan, dtype=template.compute_dtype, **on_device) for _ in range(2)]
         self.grads = {name: torch.zeros(layout.num_elements, **on_device) for name, layout in self.layouts.items()}
-        self.tied_and_trained = self.spec.tied and self.spec.segments[0].tensors[0].trainable
+        table = self.spec.segments[0].tensors[0]  # the embedding comes first
+        assert table.shape == (self.spec.vocab_size, self.spec.hidden_size)
+        self.tied_and_trained = self.spec.tied and table.trainable
         self.tied_grad = torch.zeros(self.spec.vocab_size, self.spec.hidden_size, **on_device)
 
     def _flat(self, layout: Layout, masters: Mapping[str, np.ndarray], precision: str) -> Tensor:
@@ -47,7 +49,7 @@ class Homes:
         """Weights of EMBED or HEAD."""
         views = self.views(self.flats[segment], segment)
         if segment == "HEAD" and self.spec.tied:
-            views[OUTPUT_WEIGHT] = self.own("EMBED")["embed_tokens.weight"]
+            views[OUTPUT_WEIGHT] = self.own("EMBED")[self.spec.segments[0].tensors[0].local]
         return views
 
     def fetch(self, segment: str, slot: int) -> dict[str, Tensor]:

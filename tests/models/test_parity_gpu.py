@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megatrain.models.batch import TokenBatch
-from megatrain.models.recorders import GivenBackbone
 from megatrain.models.template import ModelTemplate
+from tests import reference
 from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
 from tests.models.streamed import Homes, streamed_logits, streamed_step
-from tests.reference import EMBEDDING, OUTPUT, add_gradients, compute_weight
+from tests.reference import EMBEDDING, OUTPUT, compute_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -31,22 +28,19 @@ def batches() -> list[TokenBatch]:
 def whole(family: str, masters: dict, compiled: bool) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Logits of the first batch, the loss sum and the gradient sums, by the model itself."""
     config = tiny_config(family)
-    tied, config.tie_word_embeddings = config.tie_word_embeddings, False
-    make = AutoModelForCausalLM.from_config
-    model = make(config, dtype=torch.bfloat16, attn_implementation="megatrain").eval()
+    run = reference.whole(config, torch.bfloat16, "megatrain", "cuda")
     weights = {name: compute_weight(master, "bf16") for name, master in masters.items()}
-    model.load_state_dict(weights | ({OUTPUT: weights[EMBEDDING]} if tied else {}), strict=True)
-    output = copy.deepcopy(model.to(GPU))
-    output.model = GivenBackbone()
+    tied = {OUTPUT: weights[EMBEDDING]} if config.tie_word_embeddings else {}
+    reference.set_state(run.model, weights | tied, {})
     if compiled:
-        for layer in model.model.layers:
+        for layer in run.model.model.layers:
             layer.compile(dynamic=False)
-    sums = {name: torch.zeros(p.shape, device=GPU) for name, p in model.named_parameters()}
-    loss = sum(float(add_gradients(model, output, batch, sums, SCALE, CHUNK_TOKENS)) for batch in batches())
+    sums = {name: torch.zeros(p.shape, device=GPU) for name, p in run.model.named_parameters()}
+    loss = sum(float(reference.add_gradients(run, batch, sums, SCALE, CHUNK_TOKENS)) for batch in batches())
     first = batches()[0]
     documents = first.document_ids_T.view(1, 1, 1, -1)
     ids, positions = first.input_ids_T[None], first.position_ids_T[None]
-    logits = model(input_ids=ids, position_ids=positions, attention_mask=documents, use_cache=False).logits
+    logits = run.model(input_ids=ids, position_ids=positions, attention_mask=documents, use_cache=False).logits
     return logits, loss, sums
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BloomConfig,
+    CTRLConfig,
     Gemma3Config,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
+    ReformerConfig,
     T5Config,
 )
 
 from megatrain.errors import ConfigError, ModelError
+from megatrain.models import attention
 from megatrain.models.spec_of import model_spec
-from tests.families import FAMILIES, tiny_config
+from megatrain.models.template import ModelTemplate
+from tests.families import CASES, FAMILIES, tiny_batch, tiny_config, tiny_masters
+from tests.models.streamed import Homes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,6 +106,10 @@ def bidirectional() -> PreTrainedConfig:
     return config
 
 
+def windows_of_qwen2_moe() -> PreTrainedConfig:
+    return tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+
+
 def classifier() -> PreTrainedConfig:
     return LlamaConfig(num_hidden_layers=1, hidden_size=64, architectures=["LlamaForSequenceClassification"])
 
@@ -105,15 +117,20 @@ def classifier() -> PreTrainedConfig:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (GPT2Config(n_layer=1, n_embd=64), ["GPT2LMHeadModel", "--allow-unproven-architecture"]),
-        (Gemma3Config(), ["Gemma3ForConditionalGeneration", "--allow-unproven-architecture"]),
+        (ReformerConfig(), ["ReformerModelWithLMHead", "--allow-unproven-architecture"]),
+        (BloomConfig(), ["BloomForCausalLM", "ALiBi"]),
+        (Gemma3Config(), ["Gemma3ForConditionalGeneration", "text model"]),
         (T5Config(), ["'t5'", "decoder-only"]),
-        (BertConfig(), ["BertLMHeadModel", "--allow-unproven-architecture"]),
+        (BertConfig(), ["BertLMHeadModel", "encoder"]),
         (classifier(), ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
-        (dropout(), ["dropout 0.1", "0.0"]),
+        (dropout(), ["attention_dropout 0.1", "0.0"]),
+        (GPT2Config(n_layer=1, n_embd=64, n_head=4), ["pdrop 0.1", "0.0"]),
+        (tiny_config("mixtral", router_jitter_noise=0.1), ["router_jitter_noise 0.1", "0.0"]),
+        (tiny_config("mixtral", output_router_logits=True), ["output_router_logits", "false"]),
+        (windows_of_qwen2_moe(), ["window", "use_sliding_window"]),
         (bidirectional(), ["use_bidirectional_attention", "false"]),
     ],
-    ids=["gpt2", "gemma3-vision", "t5", "bert", "classifier", "dropout", "bidirectional"],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
 def test_refused_by_name_with_a_remedy(config: PreTrainedConfig, words: list[str]) -> None:
     with pytest.raises(ModelError) as error:
@@ -122,10 +139,52 @@ def test_refused_by_name_with_a_remedy(config: PreTrainedConfig, words: list[str
 
 
 def test_unproven_architecture_that_is_laid_out_otherwise_is_refused() -> None:
+    config = CTRLConfig(n_layer=1, n_embd=64, n_head=4, dff=64, vocab_size=96, resid_pdrop=0.0, embd_pdrop=0.0)
     with pytest.raises(ModelError, match="no submodule 'model'"):
-        model_spec(
-            GPT2Config(n_layer=1, n_head=4, n_embd=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), allow_unproven=True
-        )
+        model_spec(config, allow_unproven=True)
+
+
+def test_an_architecture_refused_with_a_reason_stays_refused() -> None:
+    with pytest.raises(ModelError, match="ALiBi"):
+        model_spec(BloomConfig(n_layer=1, hidden_size=64, n_head=4), allow_unproven=True)
+
+
+def test_recurrent_layers_under_another_name_are_refused() -> None:
+    """No layer of the class that must run document by document: perhaps the library renamed it."""
+    config = tiny_config("qwen3_next", layer_types=["full_attention"] * 3)
+    with pytest.raises(ModelError, match=r"Qwen3NextGatedDeltaNet.*leak"):
+        ModelTemplate(config, torch.device("cpu"), torch.float32)
+
+
+def test_a_residual_in_fp32_needs_precision_fp32() -> None:
+    config = tiny_config("mamba2", residual_in_fp32=True)
+    model_spec(config)
+    with pytest.raises(ModelError, match=r"residual_in_fp32.*precision fp32"):
+        ModelTemplate(config, torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_shapes_are_what_the_layers_ask_for(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads, sizes and windows of the spec against the calls of the operator itself."""
+    template = ModelTemplate(tiny_config(case), torch.device("cpu"), torch.float32)
+    homes = Homes(template, tiny_masters(template.spec), "fp32")
+    seen: list[tuple[int, int, int, int]] = []
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: object, **settings: Any) -> object:
+        seen.append((q.shape[1], q.shape[3], v.shape[3], settings["window"]))
+        return attention_operator(q, k, v, *args, **settings)
+
+    attention_operator = attention.attention
+    monkeypatch.setattr(attention, "attention", noted)
+    h, calls = template.embed(homes.own("EMBED"), tiny_batch([20]))
+    for index, (block, shape) in enumerate(zip(template.spec.blocks, template.spec.attention, strict=True)):
+        seen.clear()
+        template.block(index, homes.fetch(block.name, 0), h, calls)
+        if shape.num_heads == 0:
+            assert seen == []
+        else:
+            assert sum(heads for heads, *_ in seen) == shape.num_heads
+            assert {call[1:] for call in seen} == {(shape.head_size, shape.value_size, shape.window_tokens or 0)}
 
 
 @pytest.mark.parametrize(

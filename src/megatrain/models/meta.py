@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from megatrain.errors import ModelError
 from megatrain.models.families import Family, family_of
+
+# Settings that roll dice while training; those of heads for other tasks aside.
+_DICE = re.compile(r"^(?!classifier|summary|seq_class).*(dropout|pdrop|layerdrop|drop_path|jitter)")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -52,13 +56,47 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _refuse_randomness(config: PreTrainedConfig, model: PreTrainedModel) -> None:
-    """Recomputing a layer must give the same bits, so a layer may not roll dice; nor may it look ahead."""
+def _fix_to_buffers(model: PreTrainedModel) -> None:
+    """Parameters that the family itself does not train (score corrections of routers) become saved buffers.
+
+    Where the family insists on fp32 for a saved buffer, it is fp32 as after `from_pretrained`.
+    """
+    in_fp32 = model._keep_in_fp32_modules_strict or ()
+    for path, module in model.named_modules():
+        fixed = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
+        for name, parameter in fixed.items():
+            delattr(module, name)
+            module.register_buffer(name, torch.zeros(parameter.shape, dtype=parameter.dtype))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            saved = name not in module._non_persistent_buffers_set
+            if saved and buffer.is_floating_point() and any(key in f"{path}.{name}" for key in in_fp32):
+                setattr(module, name, buffer.float())
+
+
+def _refuse_settings(config: PreTrainedConfig, model: PreTrainedModel, family: Family, dtype: torch.dtype) -> None:
+    """No dice, since recomputing a layer must give the same bits; no look ahead; no loss but the plain one."""
     settings = config.to_dict()
-    dropout = float(settings.get("attention_dropout") or 0.0)
-    dropout = max([dropout, *(m.p for m in model.modules() if isinstance(m, nn.Dropout))])
-    if dropout > 0.0:
-        raise ModelError(f"the config asks for dropout {dropout}, which is not supported; set it to 0.0 in config.json")
+    for name, value in settings.items():
+        if _DICE.search(name) and isinstance(value, float) and value > 0.0:
+            raise ModelError(f"the config has {name} {value}, which is not supported; set it to 0.0 in config.json")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0.0:
+            raise ModelError(f"{type(module).__name__} {module.p} is not supported; set it to 0.0 in config.json")
+    if settings.get("output_router_logits"):
+        raise ModelError(
+            "the config sets output_router_logits, which adds a router loss; only the plain loss is supported, "
+            "set it to false in config.json"
+        )
+    if settings.get("residual_in_fp32") and dtype != torch.float32:
+        raise ModelError(
+            "the config sets residual_in_fp32, which needs precision fp32; choose that, or set it to false in "
+            "config.json"
+        )
+    if not family.hands_over_window and "sliding_attention" in (settings.get("layer_types") or ()):
+        raise ModelError(
+            f"the config asks for window layers, but the code of {family.architecture} does not hand its window to the "
+            "attention operator; set use_sliding_window to false in config.json"
+        )
     if settings.get("use_bidirectional_attention"):
         raise ModelError("the config sets use_bidirectional_attention, which is not supported; set it to false")
 
@@ -78,7 +116,8 @@ def meta_model(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
         )
-    _refuse_randomness(config, model)
+    _refuse_settings(config, model, family, dtype)
+    _fix_to_buffers(model)
     modules = dict(model.named_modules())
     for path in (family.backbone, *(f"{family.backbone}.{part}" for part in (family.layers, *family.final))):
         if path not in modules:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SegmentKind = Literal["embed", "block", "head"]
+NO_LIMIT = 1 << 62  # max_positions of a model that counts no positions
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,16 @@ class SegmentSpec:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention of one block, as the FLOP counter needs it. `window_tokens` None: full causal."""
+    """Attention of one block, as the FLOP counter needs it. `window_tokens` None: full causal; no heads: none at all.
+
+    `chunk_tokens`: tokens attend within chunks of so many tokens of their document only.
+    """
 
     num_heads: int
-    head_size: int
+    head_size: int  # of queries and keys
     window_tokens: int | None
+    value_size: int | None = None  # of values; None: as the others
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True)

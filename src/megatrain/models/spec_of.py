@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.families import Family
 from megatrain.models.meta import meta_model
-from megatrain.models.spec import AttentionShape, ModelSpec, SegmentSpec, TensorSpec
+from megatrain.models.spec import NO_LIMIT, AttentionShape, ModelSpec, SegmentSpec, TensorSpec
 
 
 def model_spec(config: PreTrainedConfig, *, freeze: Sequence[str] = (), allow_unproven: bool = False) -> ModelSpec:
@@ -28,11 +28,11 @@ def model_spec(config: PreTrainedConfig, *, freeze: Sequence[str] = (), allow_un
 
 def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str]) -> ModelSpec:
     """As model_spec, of a model already built."""
-    num_blocks = len(model.get_submodule(f"{family.backbone}.{family.layers}"))
+    layers = list(model.get_submodule(f"{family.backbone}.{family.layers}").children())
     tied_name = _tied_name(model, family)
     undecayed = _undecayed(model)
     patterns = [_pattern(text) for text in freeze]
-    segments: dict[str, list[TensorSpec]] = {name: [] for name in _segment_names(num_blocks)}
+    segments: dict[str, list[TensorSpec]] = {name: [] for name in _segment_names(len(layers))}
     for name, parameter in model.named_parameters():
         if name == tied_name:
             continue
@@ -41,18 +41,23 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         tensor = TensorSpec(name, local, tuple(parameter.shape), trainable, decay=name not in undecayed)
         segments[segment].append(tensor)
     _check_freeze(patterns, [t for tensors in segments.values() for t in tensors])
-    values = model.config.to_dict()
-    untied_embedding = 0 if tied_name else _embedding_elements(model)
+    values = _values(model.config)
     return ModelSpec(
         architecture=family.architecture,
         segments=tuple(SegmentSpec(name, _kind(name), tuple(tensors)) for name, tensors in segments.items()),
         tied=tied_name is not None,
         hidden_size=_size(values, "hidden_size"),
         vocab_size=_size(values, "vocab_size"),
-        attention=_attention(values, num_blocks),
-        active_parameters=sum(t.num_elements for ts in segments.values() for t in ts) - untied_embedding,
-        max_positions=_size(values, "max_position_embeddings"),
+        attention=_attention(values, layers, family),
+        active_parameters=_active_parameters(model, values, segments, tied_name is not None),
+        max_positions=values.get("max_position_embeddings") or NO_LIMIT,
     )
+
+
+def _values(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """The settings of a config, under their common names as well as the family's own."""
+    values = config.to_dict()
+    return values | {common: values[own] for common, own in config.attribute_map.items() if own in values}
 
 
 def _size(values: Mapping[str, Any], name: str) -> int:
@@ -105,13 +110,45 @@ def _tied_name(model: PreTrainedModel, family: Family) -> str | None:
 
 
 def _undecayed(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the tensors that weight decay leaves alone: norms, biases, and every tensor with one dimension."""
+    """Names of the tensors that weight decay leaves alone: norms, biases, decays, every tensor with one dimension."""
     norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
     return frozenset(
         name
         for name, parameter in model.named_parameters()
-        if parameter.ndim < 2 or name.endswith("bias") or any(name.startswith(f"{norm}.") for norm in norms)
+        if parameter.ndim < 2 or name.endswith(("bias", "A_log")) or any(name.startswith(f"{norm}.") for norm in norms)
     )
+
+
+def _active_parameters(
+    model: PreTrainedModel, values: Mapping[str, Any], segments: Mapping[str, Sequence[TensorSpec]], tied: bool
+) -> int:
+    """Parameters that a token is multiplied with: of the experts those chosen, and no table that is only looked up."""
+    num_experts, chosen = _first(values, _NUM_EXPERTS), _first(values, _NUM_CHOSEN)
+    total = 0 if tied else -_embedding_elements(model)
+    for index, tensors in enumerate(segments.values(), -1):  # EMBED comes first
+        for tensor in tensors:
+            if num_experts and _is_of_experts(tensor, num_experts):
+                count = chosen[index] if isinstance(chosen, list) else chosen
+                total += tensor.num_elements // num_experts * count
+            else:
+                total += tensor.num_elements
+    return total
+
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The value under the first of `names` that has one."""
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _is_of_experts(tensor: TensorSpec, num_experts: int) -> bool:
+    """One slice an expert: matrices in three dimensions, biases in two."""
+    num_dimensions = 2 if tensor.local.endswith("_bias") else 3
+    is_stack = len(tensor.shape) == num_dimensions and tensor.shape[0] == num_experts
+    return is_stack and "conv" not in tensor.local
 
 
 def _embedding_elements(model: PreTrainedModel) -> int:
@@ -119,13 +156,24 @@ def _embedding_elements(model: PreTrainedModel) -> int:
     return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
 
 
-def _attention(values: Mapping[str, Any], num_blocks: int) -> tuple[AttentionShape, ...]:
-    """One shape a block. Without `layer_types` a window holds for every block."""
-    num_heads = _size(values, "num_attention_heads")
-    head_size = values.get("head_dim") or _size(values, "hidden_size") // num_heads
-    window = values.get("sliding_window")
-    types = values.get("layer_types") or ["sliding_attention"] * num_blocks
-    return tuple(AttentionShape(num_heads, head_size, window if t == "sliding_attention" else None) for t in types)
+def _attention(values: Mapping[str, Any], layers: Sequence[nn.Module], family: Family) -> tuple[AttentionShape, ...]:
+    """One shape a block, no heads where a block does not attend. Without layer types a window holds for every block."""
+    types = values.get("layer_types") or ["sliding_attention"] * len(layers)
+    shapes = []
+    for layer, kind in zip(layers, types, strict=True):
+        names = [type(module).__name__ for module in layer.modules()]
+        attentions = [name for name in names if name.endswith(("Attention", "MLA")) and name not in family.by_document]
+        count = sum(2 if name == "DiffLlamaAttention" else 1 for name in attentions)  # that one attends twice
+        if count == 0:
+            shapes.append(AttentionShape(0, 0, None))
+            continue
+        num_heads = _size(values, "num_attention_heads")
+        key_size = values.get("qk_head_dim") or values.get("head_dim") or _size(values, "hidden_size") // num_heads
+        window = values.get("sliding_window") if kind in ("sliding_attention", "attention") else None
+        chunk = values.get("attention_chunk_size") if kind == "chunked_attention" else None
+        value_size = values.get("v_head_dim") or key_size
+        shapes.append(AttentionShape(num_heads * count, key_size, window, value_size, chunk))
+    return tuple(shapes)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

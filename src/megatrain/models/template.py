@@ -17,8 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.errors import ModelError
 from megatrain.models import attention
 from megatrain.models.batch import TokenBatch
+from megatrain.models.documents import chunk_ids, chunk_tokens_of, lengths_of, run_by_document
+from megatrain.models.families import Family
 from megatrain.models.meta import meta_model
-from megatrain.models.recorders import GivenBackbone, LayerCall, LayerCalls, Recorder, Tape
+from megatrain.models.recorders import Absent, GivenBackbone, LayerCall, LayerCalls, Recorder, Tape
 from megatrain.models.spec import ModelSpec, SegmentSpec
 from megatrain.models.spec_of import spec_of_model
 
@@ -57,21 +59,28 @@ class ModelTemplate:
         self._takes_document_ids = attn_implementation in (attention.NAME, attention.NAME_FAST)
         _move_buffers(model, device)
         backbone = model.get_submodule(family.backbone)
+        self._packing = run_by_document(backbone.get_submodule(family.layers), family)
         self._layers: tuple[nn.Module, ...] = tuple(backbone.get_submodule(family.layers))
         backbone.set_submodule(family.layers, nn.ModuleList())
         self._tape = Tape()
+        self._others = family.others
         self._before = self._with_recorders(copy.deepcopy(backbone), family.layers)
         for part in family.final:
             self._before.set_submodule(part, nn.Identity())
         self._after = self._with_recorders(backbone, family.layers)
-        model.set_submodule(family.backbone, GivenBackbone())
+        for name in _own_weights(self._after, family):
+            self._after.set_submodule(name, Absent(self.spec.hidden_size))
+        model.set_submodule(family.backbone, GivenBackbone(self._after))
         self._output: PreTrainedModel = model
         self._trainable = {s.name: frozenset(t.local for t in s.tensors if t.trainable) for s in self.spec.segments}
         self.tail_names, self.output_names = self._split_head(model)
         self._call_block: BlockCall = _call_block
+        self.saved_buffers: Mapping[str, Tensor] = _saved_buffers(self._layers, f"{family.backbone}.{family.layers}")
+        self._by_document = bool(family.by_document + family.attends_by_document)
+        self._chunk_tokens: int | None = chunk_tokens_of(model.config)
 
     def _with_recorders(self, backbone: nn.Module, layers_path: str) -> nn.Module:
-        recorders = nn.ModuleList(Recorder(layer, self._tape) for layer in self._layers)
+        recorders = nn.ModuleList(Recorder(layer, self._tape, self._others) for layer in self._layers)
         backbone.set_submodule(layers_path, recorders)
         return backbone
 
@@ -98,25 +107,45 @@ class ModelTemplate:
     def embed(self, w: Weights, batch: TokenBatch) -> tuple[Tensor, LayerCalls]:
         """(h_1TD before the first layer, what each layer is to be called with). `w`: EMBED's."""
         self._tape.calls.clear()
-        mask = batch.document_ids_T.view(1, 1, 1, -1) if self._takes_document_ids else None
+        mask = self._mask_of(batch) if self._takes_document_ids else None
         inputs = {
             "input_ids": batch.input_ids_T.unsqueeze(0),
             "position_ids": batch.position_ids_T.unsqueeze(0),
             "attention_mask": mask,
             "use_cache": False,
         }
-        h_1TD = functional_call(self._before, dict(w), (), inputs).last_hidden_state
-        calls = tuple(self._tape.calls)
+        functional_call(self._before, dict(w), (), inputs)
+        h_1TD, calls = self._tape.first, tuple(self._tape.calls)
         self._tape.calls.clear()
+        self._tape.first = None
+        assert h_1TD is not None
         assert len(calls) == len(self._layers), f"{len(calls)} layer calls for {len(self._layers)} layers"
+        if self._by_document:
+            lengths = lengths_of(batch.document_ids_T)
+            calls = tuple(call._replace(lengths_tokens=lengths) for call in calls)
         return h_1TD, calls
+
+    def _mask_of(self, batch: TokenBatch) -> Tensor | dict[str, Tensor]:
+        """Document ids in the place of a mask; for a model of chunked layers, by layer type."""
+        ids = batch.document_ids_T.view(1, 1, 1, -1)
+        if self._chunk_tokens is None:
+            return ids
+        chunks = chunk_ids(batch, self._chunk_tokens).view(1, 1, 1, -1)
+        return {"full_attention": ids, "chunked_attention": chunks}
 
     def apply_block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> Tensor:
         """Block `index`'s output, differentiable in `h` and in the `w` that require grad."""
         layer = self._layers[index]
+        self._packing.lengths_tokens = calls[index].lengths_tokens
         out = self._call_block(layer, dict(w), h, calls[index])
+        if self._others is not None and isinstance(out, tuple) and not any(value is not None for value in out[1:]):
+            out = out[0]
         if not isinstance(out, Tensor):
             raise ModelError(f"{type(layer).__name__} returns a {type(out).__name__} instead of one hidden state")
+        if out.dtype != h.dtype:
+            raise ModelError(
+                f"{type(layer).__name__} turns a hidden state of {h.dtype} into {out.dtype}; train with precision fp32"
+            )
         return out
 
     def block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> Tensor:
@@ -127,24 +156,40 @@ class ModelTemplate:
 
     def tail(self, w: Weights, h: Tensor) -> Tensor:
         """What the backbone does after its last layer (the final norm). `w`: HEAD's."""
-        one_token = {
-            "inputs_embeds": torch.zeros(1, 1, self.spec.hidden_size, dtype=h.dtype, device=h.device),
-            "position_ids": torch.zeros(1, 1, dtype=torch.int64, device=h.device),
-            "attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=h.device),
+        inputs = {  # nothing of them reaches the result but their shape
+            "inputs_embeds": h.detach(),
+            "position_ids": torch.zeros(h.shape[:2], dtype=torch.int64, device=h.device),
+            "attention_mask": torch.zeros(1, 1, 1, h.shape[1], dtype=torch.int32, device=h.device),
             "use_cache": False,
         }
         self._tape.answer = h
         try:
             weights = {name: w[name] for name in self.tail_names}
-            return functional_call(self._after, weights, (), one_token).last_hidden_state
+            return functional_call(self._after, weights, (), inputs).last_hidden_state
         finally:
-            self._tape.answer = None
+            self._tape.answer = self._tape.first = None
             self._tape.calls.clear()
 
     def logits(self, w: Weights, h_chunk: Tensor) -> Tensor:
         """logits_1CV of h_chunk_1CD, a piece of the tail's result: the output matrix, logit scale and soft-cap."""
         weights = {name: w[name] for name in self.output_names}
         return functional_call(self._output, weights, (), {"inputs_embeds": h_chunk, "use_cache": False}).logits
+
+
+def _saved_buffers(layers: Sequence[nn.Module], path: str) -> dict[str, Tensor]:
+    """Checkpoint name -> buffer of the layers that checkpoints hold; to be filled in place."""
+    return {
+        f"{path}.{index}.{name}": buffer
+        for index, layer in enumerate(layers)
+        for name, buffer in layer.named_buffers()
+        if name in layer.state_dict()
+    }
+
+
+def _own_weights(backbone: nn.Module, family: Family) -> list[str]:
+    """Parts of the backbone with weights of EMBED: what comes before the first layer."""
+    others = (family.layers, *family.final)
+    return [n for n, m in backbone.named_children() if n not in others and next(m.parameters(), None) is not None]
 
 
 def leaves_of(w: Weights, trainable: frozenset[str]) -> dict[str, Tensor]:

@@ -1,0 +1,142 @@
+"""Contracts A1, A2, A9 for every family that is accepted: streamed equals the whole model, and documents stay apart."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatrain.models.batch import TokenBatch
+from megatrain.models.families import FAMILIES, REFUSED
+from megatrain.models.template import ModelTemplate
+from tests import reference
+from tests.families import CASES, tiny_batch, tiny_buffers, tiny_config, tiny_masters
+from tests.models.streamed import Homes, streamed_logits, streamed_step
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHUNK_TOKENS = 16
+BATCHES = (tiny_batch([20, 12, 5], seed=0), tiny_batch([7, 30], seed=1))
+FEATURES = [(case, feature) for case in CASES for feature in CASES[case].features]
+
+each_case = pytest.mark.parametrize("case", CASES)
+each_precision = pytest.mark.parametrize("precision", DTYPES)
+
+
+class Setting(NamedTuple):
+    template: ModelTemplate
+    masters: dict[str, np.ndarray]
+    buffers: dict[str, Tensor]
+    whole: reference.Whole
+
+    def homes(self, precision: str) -> Homes:
+        return Homes(self.template, self.masters, precision)
+
+
+def fill_buffers(template: ModelTemplate, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in template.saved_buffers.items():
+        buffer.copy_(buffers[name])
+
+
+def weights_of(masters: dict[str, np.ndarray], precision: str, template: ModelTemplate) -> dict[str, Tensor]:
+    """The whole model's, whose output matrix is its own."""
+    weights = {name: reference.compute_weight(master, precision) for name, master in masters.items()}
+    if template.spec.tied:
+        weights[reference.OUTPUT] = weights[template.spec.segments[0].tensors[0].name]
+    return weights
+
+
+@functools.lru_cache(maxsize=2)
+def setting(case: str, precision: str, attention: str = "megatrain") -> Setting:
+    template = ModelTemplate(tiny_config(case), CPU, DTYPES[precision])
+    masters, buffers = tiny_masters(template.spec), tiny_buffers(template)
+    fill_buffers(template, buffers)
+    whole = reference.whole(tiny_config(case), DTYPES[precision], attention)
+    reference.set_state(whole.model, weights_of(masters, precision, template), buffers)
+    return Setting(template, masters, buffers, whole)
+
+
+def test_every_accepted_family_is_proven_and_no_other() -> None:
+    """The registry is what the cases below prove."""
+    proven = {type(AutoModelForCausalLM.from_config(tiny_config(case))).__name__ for case in CASES}
+    assert proven == FAMILIES.keys()
+    assert not FAMILIES.keys() & REFUSED.keys()
+    assert len(FAMILIES) >= 40
+
+
+@each_case
+@each_precision
+def test_logits_are_the_models_own(case: str, precision: str) -> None:
+    it = setting(case, precision)
+    for batch in BATCHES:
+        logits = streamed_logits(it.template, it.homes(precision), batch)
+        assert logits.isfinite().all()
+        assert torch.equal(logits, whole_logits(it.whole, batch))
+
+
+def whole_logits(whole: reference.Whole, batch: TokenBatch) -> Tensor:
+    """The model's own forward, output layer included."""
+    whole.packing.lengths_tokens = reference.lengths_of(batch)
+    inputs = {"input_ids": batch.input_ids_T[None], "position_ids": batch.position_ids_T[None], "use_cache": False}
+    return whole.model(**inputs, attention_mask=reference.masks_of(whole.model.config, batch)).logits
+
+
+@each_case
+@each_precision
+@pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
+def test_gradients_are_whole_model_autograd(case: str, precision: str, keep: bool) -> None:
+    it = setting(case, precision)
+    homes = it.homes(precision)
+    scale = 1.0 / sum(int((b.labels_T >= 0).sum()) for b in BATCHES)
+    loss = streamed_step(it.template, homes, BATCHES, scale, CHUNK_TOKENS, keep)
+    sums = {name: torch.zeros(p.shape) for name, p in it.whole.model.named_parameters()}
+    assert loss == sum(float(reference.add_gradients(it.whole, b, sums, scale, CHUNK_TOKENS)) for b in BATCHES)
+    streamed = homes.gradients()
+    assert streamed.keys() == sums.keys()
+    for name, expected in sums.items():
+        assert torch.equal(streamed[name], expected), name
+        assert expected.abs().max() > 0, f"{name} has no gradient: the comparison says nothing"
+
+
+@each_case
+def test_documents_of_a_pack_do_not_see_each_other(case: str) -> None:
+    """Other tokens in one document leave the next one's logits: bit for bit, unless experts round by their load."""
+    it = setting(case, "fp32")
+    first = BATCHES[0]
+    changed = first._replace(input_ids_T=torch.cat([(first.input_ids_T[:20] + 1) % 96, first.input_ids_T[20:]]))
+    before, after = (streamed_logits(it.template, it.homes("fp32"), batch) for batch in (first, changed))
+    if it.template.spec.active_parameters < it.template.spec.num_parameters - before.shape[-1] * 64:  # experts
+        torch.testing.assert_close(before[:, 20:], after[:, 20:], rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(before[:, 20:], after[:, 20:])
+    assert not torch.equal(before[:, 19], after[:, 19])
+
+
+@each_case
+def test_a_packed_document_is_as_alone_under_the_frameworks_own_attention(case: str) -> None:
+    """An independent truth for masks, windows, chunks, caps, sinks and recurrent layers: eager code, one document."""
+    it = setting(case, "fp32", "eager")
+    packed = streamed_logits(it.template, it.homes("fp32"), BATCHES[0])[0]
+    start = 0
+    for length in (20, 12, 5):
+        ids = BATCHES[0].input_ids_T[None, start : start + length]
+        it.whole.packing.lengths_tokens = (length,)
+        alone = it.whole.model(input_ids=ids, use_cache=False).logits[0]
+        torch.testing.assert_close(packed[start : start + length], alone, rtol=1e-4, atol=1e-4)
+        start += length
+
+
+@pytest.mark.parametrize(("case", "feature"), FEATURES)
+def test_feature_is_alive(case: str, feature: str) -> None:
+    """Its setting switched off changes the logits."""
+    it = setting(case, "fp32")
+    without = ModelTemplate(tiny_config(case, **CASES[case].features[feature]), CPU, torch.float32)
+    fill_buffers(without, it.buffers)
+    masters = tiny_masters(without.spec) | it.masters  # it may have a tensor more, or less
+    logits = streamed_logits(without, Homes(without, masters, "fp32"), BATCHES[0])
+    assert not torch.equal(logits, streamed_logits(it.template, it.homes("fp32"), BATCHES[0]))
