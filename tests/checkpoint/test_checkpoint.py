@@ -233,6 +233,20 @@ def test_pruning_counts_whole_checkpoints_only(tmp_path: Path):
     assert _names(run_dir / "checkpoints") == {"step-3", "step-4"}
 
 
+def test_pruning_does_not_count_what_was_passed_over_at_resume(tmp_path: Path):
+    """A flipped bit leaves sizes and manifest right: only that a lower step is saved again tells."""
+    run_dir = tmp_path / "run"
+    store, spec = _run(run_dir, 2, 4, 8)
+    _flip(run_dir / "checkpoints/step-8/state/L000.safetensors", 20_000)
+    assert _loaded(run_dir).step == 4
+    _save(_writer(run_dir, store, spec), spec, 5)
+    assert _names(run_dir / "checkpoints") == {"step-4", "step-5", "step-8"}
+    _flip(run_dir / "checkpoints/step-5/state/L000.safetensors", 20_000)
+    assert _loaded(run_dir).step == 4, "two valid ones were kept: one may be lost"
+    _save(_writer(run_dir, store, spec), spec, 8)
+    assert _names(run_dir / "checkpoints") == {"step-5", "step-8"}
+
+
 def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
     run_dir = tmp_path / "run"
     _run(run_dir, 1, 2)

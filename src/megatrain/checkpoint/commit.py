@@ -139,9 +139,15 @@ class Commit:
         self._files.rename(temporary, self._run_dir / "LATEST")
 
     def _prune(self) -> None:
-        """Keeps the newest `keep` whole checkpoints, and anything newer; whole as far as sizes and manifest tell."""
+        """Keeps the newest `keep` whole checkpoints; whole as far as sizes and manifest tell.
+
+        Anything newer stays and is not counted: a step after the one just saved was passed over at resume: it is
+        damaged, even where its sizes are right.
+        """
         whole = 0
-        for _, path in _steps(self._files, self._parent):
+        for step, path in _steps(self._files, self._parent):
+            if step > self.step:
+                continue
             if whole >= self._keep:
                 self._discard(path)
             elif _looks_whole(self._files, path):
