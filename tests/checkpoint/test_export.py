@@ -199,6 +199,19 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_folder_in_a_folder_that_is_not_there_is_one_sentence(tmp_path: Path):
+    spec = tiny_spec()
+    store = make_store(spec, "bf16")
+    (tmp_path / "file").touch()
+    for parent in ("none", "file"):
+        with pytest.raises(CheckpointError, match=f"out cannot be made: .*{parent} is no folder"):
+            write_hf_folder(tmp_path / parent / "out", store, spec, tiny_config(), None, dtype=torch.bfloat16)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_hf_folder(tmp_path / "link" / "out", store, spec, tiny_config(), None, dtype=torch.bfloat16)
+    assert (tmp_path / "real/out/config.json").is_file()
+
+
 def test_a_failure_leaves_nothing_behind(tmp_path: Path):
     class Full(Files):
         def reserve(self, fd: int, num_bytes: int) -> None:

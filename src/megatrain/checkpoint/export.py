@@ -70,6 +70,8 @@ def write_hf_folder(
     files = files or Files()
     if path.exists():
         raise CheckpointError(f"{path} is already there; give a new folder")
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path} cannot be made: {path.parent} is no folder; make it first")
     temporary = path.parent / f"{path.name}.tmp-{uuid.uuid4().hex}"
     names = () if tokenizer_source is None else tensor_names(tokenizer_source, files)
     tensors = [tensor for segment in spec.segments for tensor in model_tensors(store, segment.name, dtype, names)]
