@@ -51,11 +51,19 @@ def test_host_arena_of_any_size(num_bytes: int, threads: int):
 
 @pytest.mark.parametrize(
     ("offset_bytes", "count", "dtype"),
-    [(-4, 1, torch.int32), (4092, 2, torch.int32), (4096, 1, torch.uint8), (0, 0, torch.uint8), (2, 1, torch.int32)],
+    [(-4, 1, torch.int32), (4092, 2, torch.int32), (4096, 1, torch.uint8), (0, -1, torch.uint8), (2, 1, torch.int32)],
 )
 def test_host_view_outside_or_askew_is_refused(offset_bytes: int, count: int, dtype: torch.dtype):
     with pytest.raises(ValueError, match=r"no part of|multiple"):
         HostArena(4096).view(offset_bytes, count, dtype)
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 2048, 4096])
+def test_a_host_view_may_be_empty(offset_bytes: int):
+    view = HostArena(4096).view(offset_bytes, 0, torch.bfloat16)
+    assert (view.shape, view.dtype) == ((0,), torch.bfloat16)
+    with pytest.raises(ValueError, match="no part of"):
+        HostArena(4096).view(4098, 0, torch.bfloat16)
 
 
 def test_host_arena_is_resident_at_once_and_goes_back_with_its_last_view():

@@ -115,6 +115,24 @@ def test_buffers_do_not_overlap():
         store.flat(segment, kind).fill_(number + 1)
 
 
+@pytest.mark.parametrize("empty", range(3))
+def test_any_segment_may_be_without_tensors(empty: int):
+    """A tied HEAD behind a final norm without weights is one (OLMo)."""
+    segments = [s if i != empty else SegmentSpec(s.name, s.kind, ()) for i, s in enumerate(SEGMENTS)]
+    own = {"weights": "own", "grads": "own"}
+    plans = [
+        SegmentPlan(s.name, s.kind, any(t.trainable for t in s.tensors), **({} if s.kind == "block" else own))  # type: ignore[arg-type]
+        for s in segments
+    ]
+    plan = Plan(tuple(plans), tied=False, weight_slots=2, grad_slots=2, round_micro_batches=1)
+    store = SegmentStore([layout_of(segment) for segment in segments], "bf16", plan, CPU)
+    name = segments[empty].name
+    assert store.kinds(name) == ("w",)
+    assert store.flat(name, "w").shape == (0,)
+    assert store.views(store.flat(name, "w"), name) == {}
+    store.close()
+
+
 def test_num_bytes_by_tier_and_kind():
     layout = layout_of(SEGMENTS[1])
     sizes = make_store("bf16", head="hbm").num_bytes()

@@ -54,10 +54,12 @@ class HostArena:
         if self._memory is None:
             raise ValueError("the arena is closed")
         stop_bytes = offset_bytes + count * dtype.itemsize
-        if offset_bytes < 0 or count <= 0 or stop_bytes > self.num_bytes:
+        if offset_bytes < 0 or count < 0 or stop_bytes > self.num_bytes:
             raise ValueError(f"bytes [{offset_bytes}, {stop_bytes}) are no part of an arena of {self.num_bytes} bytes")
         if offset_bytes % dtype.itemsize:
             raise ValueError(f"offset {offset_bytes} is not a multiple of {dtype.itemsize}, the size of {dtype}")
+        if count == 0:  # a segment without tensors (a tied head behind a norm without weights); frombuffer refuses it
+            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes)
 
     def close(self) -> None:
