@@ -47,6 +47,29 @@ def test_message_fields_are_kept_and_call_arguments_become_objects() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "ab"}, YES], [{"type": "function"}], 0)
 
 
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"train": False, "weight": 0}])
+def test_per_message_flags_in_messages_and_sharegpt(flag: dict[str, Any]) -> None:
+    """`train: false` is `weight: 0`; the template never sees `train`."""
+    openai = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **flag}]}
+    sharegpt = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **flag}]}
+    for value, row_format in ((openai, "messages"), (sharegpt, "sharegpt")):
+        sample = to_sample(value, row_format)
+        assert isinstance(sample, Chat)
+        assert sample.messages[1] == {"role": "assistant", "content": "a", "weight": 0}
+    openai["messages"][1] = {"role": "assistant", "content": "a", "train": True, "weight": None}
+    assert to_sample(openai, "messages").messages[1]["weight"] == 1
+
+
+@pytest.mark.parametrize(("flag", "reason"), [
+    ({"train": "no"}, "a message's `train` is neither true nor false"),
+    ({"train": False, "weight": 1}, "a message's `train` and `weight` disagree"),
+    ({"weight": 0.5}, "a message weight is neither 0 nor 1"),
+])
+def test_flags_that_cannot_be_followed(flag: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadSample, match=reason):
+        to_sample({"messages": [{"role": "assistant", "content": "a", **flag}]}, "messages")
+
+
 def test_sharegpt_function_call() -> None:
     value = {"conversations": [{"from": "human", "value": "hi"},
                                {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {\"x\": 1}}"},

@@ -110,6 +110,7 @@ def test_anything_that_changes_tokens_changes_the_key(write_rows: Write, options
             cache_key(options(path, truncation="keep_end"), tokenizer, files),
             cache_key(options(path, assistant_only_loss=False), tokenizer, files),
             cache_key(options(path, format="messages"), tokenizer, files),
+            cache_key(options(path, train_roles=("user",)), tokenizer, files),
             cache_key(options(path), make_word_tokenizer(CHATML_MARKED), files),
             cache_key(options(path), make_byte_tokenizer(), files), cache_key(options(path), renamed, files),
             cache_key(options(path), tokenizer, files * 2)]

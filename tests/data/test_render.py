@@ -99,6 +99,30 @@ def test_first_trained_and_weights(template_text: str) -> None:
     assert table(tokenizer, weighted) == second_only
 
 
+@pytest.mark.parametrize("template_text", [CHATML, CHATML_MARKED])
+def test_loss_on_chosen_roles(template_text: str) -> None:
+    """The content of a turn and its end token; a role's own name in its header stays out."""
+    tokenizer = make_word_tokenizer(template_text)
+    sample = to_chat("system: so", "user: user", "assistant: yes", "tool: b", "assistant: no")
+    user = ("<|im_start|> system n so <|im_end|> n <|im_start|> user n [user] [<|im_end|>] n <|im_start|> assistant n "
+            "yes <|im_end|> n <|im_start|> tool n b <|im_end|> n <|im_start|> assistant n no <|im_end|> n")
+    assert table(tokenizer, sample, train_roles=("user",)) == user
+    both = user.replace("yes <|im_end|>", "[yes] [<|im_end|>]").replace("no <|im_end|>", "[no] [<|im_end|>]")
+    both = both.replace("[user] [<|im_end|>]", "user <|im_end|>").replace("b <|im_end|>", "[b] [<|im_end|>]")
+    assert table(tokenizer, sample, train_roles=("tool", "assistant")) == both
+    assert table(tokenizer, sample, train_roles=("assistant",)) == both.replace("[b] [<|im_end|>]", "b <|im_end|>")
+    sample.messages[1]["weight"] = 0
+    with pytest.raises(BadSample, match="no token of it is trained"):
+        table(tokenizer, sample, train_roles=("user",))
+
+
+def test_a_turn_the_template_rewrites_is_reported() -> None:
+    shouting = CHATML.replace("m.content", "(m.content | upper if m.role == 'user' else m.content)")
+    tokenizer = make_word_tokenizer(shouting)
+    with pytest.raises(BadSample, match="a user turn is not in the rendered text as it is written"):
+        table(tokenizer, to_chat("user: hi", "assistant: yes"), train_roles=("user",))
+
+
 def test_messages_that_spell_control_tokens_do_not_move_the_mask() -> None:
     sample = to_chat("user: hi<|im_end|>\n<|im_start|>assistant\nno", "assistant: yes")
     assert table(make_word_tokenizer(), sample) == (

@@ -6,10 +6,11 @@ May touch: the dataset files (read), the cache folder (write).
 Must never: touch the GPU, know a model, or depend on anything but its inputs and (seed, epoch).
 """
 from megatrain.data.batches import BatchPlan, MicroBatch, StepBatch, eval_micro_batches
+from megatrain.data.mix import Part
 from megatrain.data.options import BadRow, DataOptions, Report
 from megatrain.data.prepare import prepare
 from megatrain.data.preview import PreviewRow, preview
 from megatrain.data.tokens import TokenDataset
 
-__all__ = ["BadRow", "BatchPlan", "DataOptions", "MicroBatch", "PreviewRow", "Report", "StepBatch", "TokenDataset",
-           "eval_micro_batches", "prepare", "preview"]
+__all__ = ["BadRow", "BatchPlan", "DataOptions", "MicroBatch", "Part", "PreviewRow", "Report", "StepBatch",
+           "TokenDataset", "eval_micro_batches", "prepare", "preview"]

@@ -12,16 +12,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from megatrain.data.mix import Part, quotas, stretches
 from megatrain.data.pack import Bins, pack, permutation
 from megatrain.data.tokens import TokenDataset
 from megatrain.errors import ConfigError, DataError
 
 IGNORED = -100
 EVAL_GROUP_ROWS = 256
-ROW_SHUFFLE = 1         # tells the shuffle of packed rows from that of samples
+ROW_SHUFFLE, MIX_SHUFFLE = 1, 2     # tell the shuffles of packed rows and of mixed datasets from that of samples
 PLAN_VERSION = 1        # of everything that decides what a step holds: part of the fingerprint
 
 
@@ -73,6 +75,11 @@ class _Rows:
             useful = np.flatnonzero(self.lengths > 1)
             self._fixed = Bins(useful, np.arange(len(useful) + 1))
 
+    @property
+    def num_useful(self) -> int:
+        """How many pieces, or stretches, hold something to predict; 0: there are no rows."""
+        return self._fixed.num_bins
+
     def in_order(self) -> Bins:
         """The rows as the files have them."""
         if self._cut_in_place or not self._packing:
@@ -116,40 +123,82 @@ def _reordered(rows: Bins, order: np.ndarray) -> Bins:
     return Bins(rows.items[np.repeat(rows.starts[:-1][order], counts) + within], starts)
 
 
+class _Pieces(NamedTuple):
+    """The pieces of all datasets, one dataset after another, and the samples counted over all of them."""
+    datasets: tuple[TokenDataset, ...]
+    dataset: np.ndarray         # which one a piece is of
+    starts: np.ndarray
+    lengths: np.ndarray
+    sample_ids: np.ndarray
+
+
+def _pieces_of(datasets: Sequence[TokenDataset], rows: Sequence[_Rows]) -> _Pieces:
+    firsts = np.cumsum([0, *(dataset.num_samples for dataset in datasets)])
+    return _Pieces(tuple(datasets), np.repeat(np.arange(len(rows)), [len(r.starts) for r in rows]),
+                   np.concatenate([r.starts for r in rows]), np.concatenate([r.lengths for r in rows]),
+                   np.concatenate([r.sample_ids + first for r, first in zip(rows, firsts[:-1], strict=True)]))
+
+
+class _Mix:
+    """The rows of several datasets, those of one epoch in one order."""
+
+    def __init__(self, parts: Sequence[Part], rows: Sequence[_Rows]) -> None:
+        self._rows = rows
+        self._num_rows = [r.shuffled(0, 0).num_bins for r in rows]
+        self._bases = np.cumsum([0, *(len(r.starts) for r in rows)])[:-1]   # of the pieces of each dataset
+        self.quotas = quotas(parts, self._num_rows)
+        self.is_plain = len(parts) == 1 and self.quotas == self._num_rows
+
+    def shuffled(self, seed: int, epoch: int) -> Bins:
+        """The rows of an epoch, in its order."""
+        if self.is_plain:
+            return self._rows[0].shuffled(seed, epoch)
+        items, counts = [], []
+        for rows, num_rows, quota, base in zip(self._rows, self._num_rows, self.quotas, self._bases, strict=True):
+            for number, first, last in stretches(epoch, quota, num_rows):
+                bins = rows.shuffled(seed, number)
+                starts = bins.starts[first:last + 1]
+                items.append(bins.items[starts[0]:starts[-1]] + base)
+                counts.append(np.diff(starts))
+        mixed = Bins(np.concatenate(items), np.cumsum(np.concatenate([[0], *counts])))
+        return _reordered(mixed, permutation(mixed.num_bins, seed, epoch, MIX_SHUFFLE))
+
+
 class _Assembler:
     """Rows to micro-batches."""
 
-    def __init__(self, dataset: TokenDataset, rows: _Rows, micro_batch_tokens: int) -> None:
-        self._dataset = dataset
-        self._rows = rows
+    def __init__(self, pieces: _Pieces, micro_batch_tokens: int) -> None:
+        self._pieces = pieces
+        self._pad_id = pieces.datasets[0].pad_id
         self._size = micro_batch_tokens
 
     def micro_batches(self, rows: Sequence[np.ndarray]) -> tuple[MicroBatch, ...]:
         """Whole rows into as few micro-batches as best fit finds."""
-        sizes = np.array([int(self._rows.lengths[row].sum()) for row in rows])
+        sizes = np.array([int(self._pieces.lengths[row].sum()) for row in rows])
         bins = pack(sizes, np.arange(len(rows)), self._size)
         return tuple(self._build(np.concatenate([rows[i] for i in bins.of(b)]))
                      for b in range(bins.num_bins))
 
     def _build(self, pieces: np.ndarray) -> MicroBatch:
-        input_ids_T = np.full(self._size, self._dataset.pad_id, np.int64)
+        input_ids_T = np.full(self._size, self._pad_id, np.int64)
         position_ids_T = np.empty(self._size, np.int64)
         document_ids_T = np.full(self._size, len(pieces), np.int32)
         labels_T = np.full(self._size, IGNORED, np.int64)
         at = 0
         for document, piece in enumerate(pieces):
-            start, length = int(self._rows.starts[piece]), int(self._rows.lengths[piece])
-            tokens = self._dataset.tokens[start:start + length].astype(np.int64)
+            dataset = self._pieces.datasets[self._pieces.dataset[piece]]
+            start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
+            tokens = dataset.tokens[start:start + length].astype(np.int64)
             input_ids_T[at:at + length] = tokens
             position_ids_T[at:at + length] = np.arange(length)
             document_ids_T[at:at + length] = document
-            trained = self._dataset.trained(start + 1, start + length)
+            trained = dataset.trained(start + 1, start + length)
             labels_T[at:at + length - 1] = np.where(trained, tokens[1:], IGNORED)
             at += length
         position_ids_T[at:] = np.arange(self._size - at)
         return MicroBatch(input_ids_T, position_ids_T, document_ids_T, labels_T, num_tokens=at,
                           num_supervised=int(np.count_nonzero(labels_T != IGNORED)),
-                          sample_ids=tuple(self._rows.sample_ids[pieces].tolist()))
+                          sample_ids=tuple(self._pieces.sample_ids[pieces].tolist()))
 
 
 class BatchPlan:
@@ -157,10 +206,11 @@ class BatchPlan:
 
     The order of an epoch depends on (seed, epoch) alone. Every sample comes once an epoch; an epoch's last step holds
     the rows that are left, `train_batch_size` or fewer. Give `num_epochs` (a fraction is rounded up to a whole step) or
-    `max_steps`, which goes on into as many epochs as it needs.
+    `max_steps`, which goes on into as many epochs as it needs. Several datasets are `mix.Part`s: an epoch holds
+    `rows_by_part` rows of each, and a row never holds samples of two.
     """
 
-    def __init__(self, dataset: TokenDataset, *, max_length: int, packing: bool, train_batch_size: int,
+    def __init__(self, dataset: TokenDataset | Sequence[Part], *, max_length: int, packing: bool, train_batch_size: int,
                  micro_batch_tokens: int, seed: int, num_epochs: float | None = None,
                  max_steps: int | None = None) -> None:
         if (num_epochs is None) == (max_steps is None):
@@ -171,18 +221,22 @@ class BatchPlan:
                 raise ConfigError(f"{name} is {value}; it must be above 0")
         if seed < 0:
             raise ConfigError(f"seed is {seed}; it must not be below 0")
-        self._rows = _Rows(dataset, max_length, packing)
-        num_rows = self._rows.shuffled(seed, 0).num_bins
-        _check_rows(dataset, self._rows, num_rows, max_length, packing, micro_batch_tokens)
-        self._assembler = _Assembler(dataset, self._rows, micro_batch_tokens)
+        parts = [Part(dataset)] if isinstance(dataset, TokenDataset) else list(dataset)
+        datasets = [part.dataset for part in parts]
+        rows = [_Rows(one, max_length, packing) for one in datasets]
+        for one, its_rows in zip(datasets, rows, strict=True):
+            _check_rows(one, its_rows, its_rows.num_useful, max_length, packing, micro_batch_tokens)
+        mix = _Mix(parts, rows)
+        self._assembler = _Assembler(_pieces_of(datasets, rows), micro_batch_tokens)
         self._batch_rows = train_batch_size
-        self.num_rows = num_rows
+        self.rows_by_part = tuple(mix.quotas)
+        self.num_rows = num_rows = sum(mix.quotas)
         self.steps_per_epoch = math.ceil(num_rows / train_batch_size)
         self.num_steps = max_steps if num_epochs is None else math.ceil(num_epochs * self.steps_per_epoch)
         self.fingerprint = hashlib.sha256(json.dumps([
-            PLAN_VERSION, dataset.digest, dataset.pad_id, max_length, packing, train_batch_size, micro_batch_tokens,
-            seed]).encode()).hexdigest()
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: self._rows.shuffled(seed, epoch))
+            PLAN_VERSION, _name_of(datasets, mix), datasets[0].pad_id, max_length, packing, train_batch_size,
+            micro_batch_tokens, seed]).encode()).hexdigest()
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: mix.shuffled(seed, epoch))
 
     def step(self, index: int) -> StepBatch:
         """The batch of step `index` (from 0)."""
@@ -197,13 +251,20 @@ class BatchPlan:
                          num_supervised=sum(m.num_supervised for m in micro_batches))
 
 
+def _name_of(datasets: Sequence[TokenDataset], mix: _Mix) -> str | list[tuple[str, int]]:
+    """What the data of a plan are, for its fingerprint."""
+    if mix.is_plain:
+        return datasets[0].digest
+    return [(dataset.digest, quota) for dataset, quota in zip(datasets, mix.quotas, strict=True)]
+
+
 def eval_micro_batches(dataset: TokenDataset, *, max_length: int, packing: bool,
                        micro_batch_tokens: int) -> Iterator[MicroBatch]:
     """Every sample of the dataset once, in an order that never changes."""
     rows = _Rows(dataset, max_length, packing)
     bins = rows.in_order()
     _check_rows(dataset, rows, bins.num_bins, max_length, packing, micro_batch_tokens)
-    assembler = _Assembler(dataset, rows, micro_batch_tokens)
+    assembler = _Assembler(_pieces_of([dataset], [rows]), micro_batch_tokens)
     for first in range(0, bins.num_bins, EVAL_GROUP_ROWS):
         yield from assembler.micro_batches([bins.of(r) for r in
                                             range(first, min(first + EVAL_GROUP_ROWS, bins.num_bins))])

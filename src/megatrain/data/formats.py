@@ -159,7 +159,8 @@ def _sharegpt(value: Mapping[str, Any]) -> Chat:
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker.lower() not in SHAREGPT_ROLES:
             raise BadSample(f"speaker {str(speaker)[:40]!r} is not known")
-        messages.append(_sharegpt_turn(speaker.lower(), _text_of(turn, "value")))
+        flags = {key: turn[key] for key in ("train", "weight") if turn.get(key) is not None}
+        messages.append(_with_weight({**_sharegpt_turn(speaker.lower(), _text_of(turn, "value")), **flags}))
     return _chat(messages, value.get("tools"))
 
 
@@ -215,9 +216,21 @@ def _message(message: Any) -> dict[str, Any]:
         if not isinstance(kept["tool_calls"], list):
             raise BadSample("`tool_calls` is not a list")
         kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
-    if "weight" in kept and kept["weight"] not in (0, 1):
+    return _with_weight(kept)
+
+
+def _with_weight(message: dict[str, Any]) -> dict[str, Any]:
+    """`train: false`, or `weight: 0`: the turn is read, and not trained. Kept as `weight`."""
+    train = message.pop("train", None)
+    if train is not None:
+        if not isinstance(train, bool):
+            raise BadSample("a message's `train` is neither true nor false")
+        if message.get("weight", train) not in (train, int(train)):
+            raise BadSample("a message's `train` and `weight` disagree")
+        message["weight"] = int(train)
+    if "weight" in message and message["weight"] not in (0, 1):
         raise BadSample("a message weight is neither 0 nor 1")
-    return kept
+    return message
 
 
 def _content(content: Any) -> str:

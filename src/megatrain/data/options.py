@@ -19,13 +19,14 @@ class DataOptions:
     """One dataset as the user named it. `format=None` means: read it from the rows.
 
     `truncation` says what happens to a chat sample longer than `max_length` tokens; documents (`text`) are cut
-    into pieces instead, and lose nothing.
+    into pieces instead, and lose nothing. `train_roles`: whose turns are trained with `assistant_only_loss`.
     """
     paths: tuple[Path, ...]
     max_length: int
     cache_dir: Path
     format: Format | None = None
     assistant_only_loss: bool = True
+    train_roles: tuple[str, ...] = ("assistant",)
     truncation: Truncation = "keep_start"
 
     def __post_init__(self) -> None:

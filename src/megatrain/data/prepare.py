@@ -23,7 +23,7 @@ from megatrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 1                     # of the token file and of everything that makes tokens: part of the cache key
+VERSION = 2                     # of the token file and of everything that makes tokens: part of the cache key
 BATCH_ROWS = 512
 BATCH_BYTES = 4 << 20           # of text handed to the tokenizer at once
 
@@ -53,7 +53,7 @@ def cache_key(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: t
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template, "date": PINNED_DATE.isoformat(), "format": options.format,
         "max_length": options.max_length, "truncation": options.truncation,
-        "assistant_only_loss": options.assistant_only_loss,
+        "assistant_only_loss": options.assistant_only_loss, "train_roles": sorted(options.train_roles),
         "libraries": [tokenizers.__version__, transformers.__version__],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
@@ -89,7 +89,7 @@ class _Account:
 
 def _write(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: tuple[Path, ...], key: str) -> None:
     renderer = Renderer(tokenizer, max_length=options.max_length, truncation=options.truncation,
-                        assistant_only_loss=options.assistant_only_loss)
+                        assistant_only_loss=options.assistant_only_loss, train_roles=options.train_roles)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     with TokenWriter(options.cache_dir, key, np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)) as writer:
         account = _Account(writer)

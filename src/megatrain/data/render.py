@@ -10,7 +10,7 @@ import numpy as np
 
 from megatrain.data.formats import BadSample, Chat, Completion, Document, Sample
 from megatrain.data.options import Truncation
-from megatrain.data.template import ChatTemplate, Span
+from megatrain.data.template import ASSISTANT, ChatTemplate, Span
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Renderer:
     """Turns samples into tokens, many at a time (the tokenizer works on all cores within a call)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation: Truncation,
-                 assistant_only_loss: bool) -> None:
+                 assistant_only_loss: bool, train_roles: Sequence[str] = (ASSISTANT,)) -> None:
         if not tokenizer.is_fast:
             raise DataError(f"tokenizer {type(tokenizer).__name__} has no fast (tokenizers library) form; convert it "
                             "to a tokenizer.json")
@@ -45,6 +45,7 @@ class Renderer:
         self._max_length = max_length
         self._truncation = truncation
         self._assistant_only_loss = assistant_only_loss
+        self._roles = frozenset(train_roles)
         self._bos_id: int | None = tokenizer.bos_token_id
         self._eos_id: int | None = tokenizer.eos_token_id
         self._adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
@@ -72,7 +73,7 @@ class Renderer:
                     continue
                 if isinstance(sample, Chat):
                     sample = self._chat_template().fitted(sample)
-                    if self._assistant_only_loss and self._chat_template().marked(sample):
+                    if self._goes_by_marks(sample):
                         results[i] = self._cut(*self._marked_chat(sample))
                         continue
                 text, spans = self._text_and_spans(sample)
@@ -89,6 +90,10 @@ class Renderer:
             except BadSample as bad:
                 results[i] = bad
         return results      # type: ignore[return-value]  # every index was filled
+
+    def _goes_by_marks(self, chat: Chat) -> bool:
+        """`{% generation %}` marks stand around the assistant's turns alone."""
+        return self._assistant_only_loss and self._roles == {ASSISTANT} and self._chat_template().marked(chat)
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
@@ -133,7 +138,7 @@ class Renderer:
             return text, [Span(len(sample.prompt) if self._assistant_only_loss else 0, len(text))]
         template = self._chat_template()
         text = template.render(sample.messages, sample.tools)
-        spans = template.spans(sample, text) if self._assistant_only_loss else [Span(0, len(text))]
+        spans = template.spans(sample, text, self._roles) if self._assistant_only_loss else [Span(0, len(text))]
         return text, spans
 
     def _encode_texts(self, texts: list[str]) -> list[Encoding]:

@@ -9,7 +9,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
+ASSISTANT = "assistant"
 DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 PINNED_DATE = datetime(2025, 1, 1)
@@ -88,12 +89,29 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         return out["input_ids"], out["assistant_masks"]
 
-    def spans(self, chat: Chat, full: str) -> list[Span]:
+    def spans(self, chat: Chat, full: str, roles: Set[str] = frozenset({ASSISTANT})) -> list[Span]:
         """The trained turns of `full`, the rendered conversation, in order; BadSample when they cannot be told."""
-        turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
-        spans = self._scan(chat, full, len(turns)) or self._prefix_difference(chat, full, turns)
-        return [span for i, span in zip(turns, spans, strict=True)
+        found: dict[int, Span] = {}
+        if ASSISTANT in roles:
+            turns = [i for i, m in enumerate(chat.messages) if m["role"] == ASSISTANT]
+            spans = self._scan(chat, full, len(turns)) or self._prefix_difference(chat, full, turns)
+            found = dict(zip(turns, spans, strict=True))
+        for i, message in enumerate(chat.messages):
+            if message["role"] in roles - {ASSISTANT} and message["content"].strip():
+                found[i] = self._spoken(chat, full, i)
+        return [found[i] for i in sorted(found)
                 if i >= chat.first_trained and chat.messages[i].get("weight", 1) != 0]
+
+    def _spoken(self, chat: Chat, full: str, turn: int) -> Span:
+        """The content of a turn that no generation prompt opens, and the end-of-turn token right behind it."""
+        before = self.render(chat.messages[:turn], chat.tools) if turn else ""
+        with_turn = self.render(chat.messages[:turn + 1], chat.tools)
+        content = chat.messages[turn]["content"].strip()
+        start = with_turn.rfind(content, len(before))       # the last: a header may hold the same word
+        if not (with_turn.startswith(before) and full.startswith(with_turn)) or start < 0:
+            raise BadSample(f"a {chat.messages[turn]['role'][:40]} turn is not in the rendered text as it is written")
+        end = self._end.match(full, start + len(content))
+        return Span(start, start + len(content) if end is None else end.end())
 
     def fitted(self, chat: Chat) -> Chat:
         """The conversation as this template takes it: some join call arguments to text, and fail on objects."""
