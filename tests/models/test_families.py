@@ -87,8 +87,16 @@ def whole_logits(whole: reference.Whole, batch: TokenBatch) -> Tensor:
 
 
 @each_case
-@each_precision
-@pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("precision", "keep"),
+    [
+        ("fp32", True),
+        ("bf16", False),
+        pytest.param("fp32", False, marks=pytest.mark.slow),  # test_families_train goes these ways
+        pytest.param("bf16", True, marks=pytest.mark.slow),
+    ],
+    ids=["fp32-keep", "bf16-recompute", "fp32-recompute", "bf16-keep"],
+)
 def test_gradients_are_whole_model_autograd(case: str, precision: str, keep: bool) -> None:
     it = setting(case, precision)
     homes = it.homes(precision)
