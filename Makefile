@@ -1,6 +1,7 @@
 # make demo        train a small real model on real conversations, from nothing, in a few minutes
 # make test        lint, types and the tests that need neither a GPU nor minutes
 # make test-full   every test this machine can run; on a GPU the GPU tests too
+# make sanitize    the optimizer's tests over a C++ core built with address and undefined-behaviour sanitizers (gcc)
 # make bench       measure the optimizer on this machine (BENCH="step --help": others); results go to bench/results
 #
 # All of them set up .venv first: they need Python 3.11 or newer (PYTHON=…) and, for the fast optimizer, a C++ compiler.
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(wildcard constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-.PHONY: setup demo test test-full bench lint clean
+.PHONY: setup demo test test-full sanitize bench lint clean
 
 demo: setup
 	$(BIN)/python demo/run.py
@@ -25,6 +26,13 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest -q -m "$$($(BIN)/python -c 'import torch; print("gpu or not gpu" if torch.cuda.is_available() else "not gpu")')"
+
+sanitize: setup
+	$(PIP_INSTALL) --no-deps --upgrade --target build/sanitized \
+	  -C build-dir=build/sanitized-objects -C cmake.define.MEGATRAIN_SANITIZE=address,undefined .
+	PYTHONPATH=build/sanitized ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+	  $(BIN)/python -m pytest -q -m "not gpu and not slow" tests/optim
 
 lint: setup
 	$(BIN)/ruff check .
