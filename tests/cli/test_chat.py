@@ -17,7 +17,7 @@ from megatrain.cli.chat import Talker, Writer, talker_of
 from megatrain.cli.main import main
 from megatrain.cli.opened import config_of, sources_of
 from megatrain.config import RunConfig
-from megatrain.models.generate import Sampling
+from megatrain.models.generate import Sampling, _BorrowingLayer
 
 PROMPT = "the cat sat on"
 
@@ -81,6 +81,22 @@ def test_greedy_words_are_those_of_transformers(talker: Talker, trained: Path) -
         writer = talker.answer(messages, Sampling(24), io.StringIO())
         assert writer.ids == greedy(folder, ids, 24, talker.stop_ids)
     assert len(writer.ids) > 4
+
+
+def test_the_prompt_is_read_once(talker: Talker, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    forward = _BorrowingLayer.forward
+
+    def spy(self: _BorrowingLayer, hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
+        lengths.append(hidden.shape[1])
+        return forward(self, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(_BorrowingLayer, "forward", spy)
+    messages = [{"role": "user", "content": PROMPT}]
+    writer = talker.answer(messages, Sampling(6), io.StringIO())
+    assert len(writer.ids) > 2
+    prompt = len(talker.prompt_ids(messages))
+    assert lengths == [length for length in (prompt, *[1] * (len(writer.ids) - 1)) for _ in range(2)]
 
 
 def test_a_mixture_of_experts_with_one_travelling_block_too(tmp_path: Path, tiny_model: Path) -> None:

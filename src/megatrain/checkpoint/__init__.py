@@ -2,11 +2,12 @@
 
 Holds: weight files, Hugging Face folders and training checkpoints: reading, writing, and the commit protocol.
 Takes -> gives: a folder -> a filled segment store; a segment store -> folders that are whole or not there.
-May touch: files, through `Files` alone; the store's buffers.
+May touch: files, through `Files` alone (`dcp.py`: also through torch's own writer); the store's buffers.
 Must never: run while an op writes what it reads; load a byte that does not match its hash; unpickle.
 """
 
 from megatrain.checkpoint.commit import Checkpoint, load_checkpoint, open_step, saved_steps
+from megatrain.checkpoint.dcp import write_dcp_folder
 from megatrain.checkpoint.export import write_hf_folder
 from megatrain.checkpoint.fs import Files
 from megatrain.checkpoint.load_hf import load_weights
@@ -23,5 +24,6 @@ __all__ = [
     "restore",
     "save_checkpoint",
     "saved_steps",
+    "write_dcp_folder",
     "write_hf_folder",
 ]

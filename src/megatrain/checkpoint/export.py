@@ -48,7 +48,7 @@ COMPANIONS = (
 )
 TEMPLATES = "additional_chat_templates"
 _MAX_COMPANION_BYTES = 256 << 20
-_HF_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_HF_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def write_hf_folder(
@@ -60,12 +60,14 @@ def write_hf_folder(
     *,
     shard_bytes: int = SHARD_BYTES,
     dtype: torch.dtype,
+    documents: Mapping[str, bytes] | None = None,
     files: Files | None = None,
 ) -> None:
     """Writes a new folder `path` that transformers opens unchanged: whole and durable, or not there at all.
 
-    dtype float32: the exact masters; bfloat16: the compute weights. A tied embedding is written once. Experts are named
-    and split as in the weights of `tokenizer_source`, the base model's folder, if it has any.
+    dtype float32: the exact masters; bfloat16: the compute weights; float16: the nearest, refused where one overflows.
+    A tied embedding is written once. Experts are named and split as in the weights of `tokenizer_source`, the base
+    model's folder, if it has any. `documents`: more files, by name (a model card).
     """
     files = files or Files()
     if path.exists():
@@ -86,6 +88,8 @@ def write_hf_folder(
             undo.callback(remove_tree, files, temporary)
             files.make_folder(temporary)
             write_companions(files, temporary, config, tokenizer_source, dtype)
+            for name, data in (documents or {}).items():
+                write_bytes(files, temporary / name, data)
             for name, shard in by_name.items():
                 write_tensors(files, temporary / name, shard)
             if len(shards) > 1:
@@ -115,7 +119,24 @@ def _model_pieces(store: SegmentStore, segment: str, entry: Entry, part: Part, d
     step, end = BLOCK_BYTES // 4, part.start + part.num_elements
     for start in range(part.start, end, step):
         master = store.master(segment, entry, start, min(start + step, end))
-        yield master if dtype == torch.float32 else split_master(master)[0]
+        yield _rounded(master, dtype, part.name)
+
+
+def _rounded(master: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """fp32 masters in `dtype`. Finite values stay finite in bfloat16; in float16 they may not, which is refused."""
+    if dtype == torch.float32:
+        return master
+    if dtype == torch.bfloat16:
+        return split_master(master)[0]
+    half = master.to(torch.float16)
+    lost = half.isinf() & master.isfinite()
+    if lost.any():
+        worst = master[lost].abs().max().item()
+        raise ModelError(
+            f"tensor {name} holds {worst:.6g}, beyond the {torch.finfo(torch.float16).max:g} of fp16; export as bf16 "
+            "or fp32"
+        )
+    return half
 
 
 def flat_pieces(flat: Tensor) -> Iterator[Tensor]:

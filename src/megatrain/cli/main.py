@@ -88,13 +88,20 @@ def plan(config: ConfigFile, words: Words = None, json: Json = False) -> None:
 def export(
     run: RunPath,
     folder: Annotated[Path, typer.Argument(help="New folder for the model.", metavar="FOLDER")],
-    dtype: Annotated[str, typer.Option(help="float32 (the exact masters) or bfloat16.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16 (the default), fp16, or fp32: the exact masters.", metavar="DTYPE")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file.", metavar="SIZE")] = "5GB",
+    step: Annotated[str, typer.Option(help="Checkpoint: its number, latest or best.", metavar="N")] = "latest",
+    format: Annotated[  # noqa: A002 - the option's name
+        str, typer.Option(help="hf: a model folder. dcp: torch.distributed.checkpoint with AdamW state.")
+    ] = "hf",
 ) -> None:
-    """Write RUN's newest model as a folder that transformers and vLLM open unchanged."""
+    """Write a checkpoint of RUN as a folder that transformers and vLLM open unchanged, or for others to train on."""
 
-    from megatrain.cli.assemble import export_run
+    from megatrain.cli.export_run import export as verb
 
-    raise typer.Exit(export_run(run, folder, dtype))
+    raise typer.Exit(verb(run, folder, step, dtype, shard_size, format))
 
 
 @app.command("eval")

@@ -69,12 +69,13 @@ def sources_of(path: Path, wanted: Sequence[str]) -> list[Source]:
     for word in wanted or ["latest"]:
         if word == "latest" and not steps and (path / "model" / "config.json").is_file():
             return [Source(path / "model", None)]
-        for step in _steps_of(path, word, steps):
+        for step in steps_of(path, word, steps):
             found[step] = Source(_folder_of(path, step), step)
     return [found[step] for step in sorted(found)]
 
 
-def _steps_of(path: Path, word: str, steps: Sequence[int]) -> list[int]:
+def steps_of(path: Path, word: str, steps: Sequence[int]) -> list[int]:
+    """Which of the run's `steps` a word means: a number, latest, best, all; base is step 0."""
     if word == "base":
         return [0]
     if not steps:

@@ -89,7 +89,6 @@ class GenerativeModel:
     ) -> None:
         # no attention named: transformers then chooses as it would for its own generate(), which gives the same tokens
         model, family = meta_model(config, dtype, None, allow_unproven)
-        model.config.use_cache = True
         layers = model.get_submodule(f"{family.backbone}.{family.layers}")
         assert isinstance(layers, nn.ModuleList), family
         _refuse_saved_buffers(family.architecture, layers)
@@ -129,6 +128,7 @@ class GenerativeModel:
                 streamer=_Watcher(on_token),
                 max_new_tokens=sampling.max_tokens,
                 eos_token_id=list(stop_ids) or None,
+                use_cache=True,
                 pad_token_id=stop_ids[0] if stop_ids else 0,
                 **self._choice(sampling),
             )
