@@ -28,7 +28,7 @@ def megatrain(*words: object) -> int:
 def metrics(run: Path) -> list[dict[str, object]]:
     """The rows of metrics.jsonl that are steps, without the figures of the clock and the machine."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    clock = ("step_s", "tokens_per_s", "model_tflops", "lanes", "peak_ram_bytes", "disk_written_bytes")
+    clock = ("step_s", "tokens_per_s", "model_tflops", "mfu", "hfu", "lanes", "peak_ram_bytes", "disk_written_bytes")
     return [{k: v for k, v in row.items() if k not in clock} for row in rows if "loss" in row]
 
 

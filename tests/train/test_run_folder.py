@@ -101,7 +101,9 @@ def test_figures_count_real_tokens(tmp_path: Path) -> None:
     assert Work(spec, (True,), None).figures(batch, 2.0)["mfu"] is None
     result = StepResult(math.nan, math.inf, False, "w", 1.0, {"compute": 0.5, "disk": 0.0})
     work = Work(spec, (False,), None)
-    with Metrics(tmp_path / "m", tmp_path / "l", PlainDisplay(), torch.device("cpu"), work, 2) as metrics:
+    with Metrics(
+        tmp_path / "m", tmp_path / "l", PlainDisplay(), torch.device("cpu"), work, logging_steps=2, num_steps=4
+    ) as metrics:
         for step in (1, 2):
             metrics.step(step, batch, 0.25, result, 2.0)
     rows = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]

@@ -80,7 +80,7 @@ def test_skipped_steps_change_nothing_and_do_not_count(run_config: Path, tmp_pat
     )
     folders = [tmp_path / f"run/checkpoints/step-{step}" for step in (2, 6)]
     states = [json.loads((folder / "state/trainer.json").read_text()) for folder in folders]
-    assert states == [{"applied_steps": 1, "step": 2}, {"applied_steps": 1, "step": 6}]
+    assert [(state["applied_steps"], state["step"]) for state in states] == [(1, 2), (1, 6)]
     for file in folders[0].glob("**/*.safetensors"):
         before, after = load_file(file), load_file(folders[1] / file.relative_to(folders[0]))
         assert all(

@@ -42,7 +42,7 @@ MIN_KEEP = 2
 SLACK_BYTES = 16 << 20
 _MAX_MANIFEST_BYTES = 1 << 30
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_TEMPORARY = re.compile(r"(step-[0-9]+|LATEST)\.tmp-[0-9a-f]{32}")
+_TEMPORARY = re.compile(r"(step-[0-9]+|LATEST|BEST)\.tmp-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,11 @@ class Commit:
         assert name not in self._records, f"{name} written twice"
         self._records[name] = record
 
-    def commit(self, facts: Mapping[str, Any]) -> Path:
-        """Makes the checkpoint permanent, then prunes; after this, no crash loses it. The manifest gets `facts`."""
+    def commit(self, facts: Mapping[str, Any], best_step: int | None = None) -> Path:
+        """Makes the checkpoint permanent, then prunes; after this, no crash loses it. The manifest gets `facts`.
+
+        `best_step`: BEST names its checkpoint, if that is there, and pruning spares it.
+        """
         files = self._files
         files_facts = {name: [list(block) for block in record.blocks] for name, record in self._records.items()}
         body = {**facts, "format": FORMAT, "step": self.step, "files": files_facts}
@@ -99,8 +102,11 @@ class Commit:
         files.sync_folder(self.folder)
         files.rename(self.folder, self._final)
         files.sync_folder(self._parent)
-        self._hint()
-        self._prune()
+        self._point("LATEST", self._final)
+        best = self._parent / f"step-{best_step}"
+        if best_step is not None and files.is_folder(best):
+            self._point("BEST", best)
+        self._prune(best)
         return self._final
 
     def abort(self) -> None:
@@ -133,13 +139,13 @@ class Commit:
         self._files.rename(path, doomed)
         remove_tree(self._files, doomed)
 
-    def _hint(self) -> None:
-        temporary = self._run_dir / f"LATEST.tmp-{uuid.uuid4().hex}"
-        write_bytes(self._files, temporary, f"{CHECKPOINTS}/{self._final.name}\n".encode())
-        self._files.rename(temporary, self._run_dir / "LATEST")
+    def _point(self, name: str, target: Path) -> None:
+        temporary = self._run_dir / f"{name}.tmp-{uuid.uuid4().hex}"
+        write_bytes(self._files, temporary, f"{CHECKPOINTS}/{target.name}\n".encode())
+        self._files.rename(temporary, self._run_dir / name)
 
-    def _prune(self) -> None:
-        """Keeps the newest `keep` whole checkpoints; whole as far as sizes and manifest tell.
+    def _prune(self, best: Path) -> None:
+        """Keeps the newest `keep` whole checkpoints and `best`; whole as far as sizes and manifest tell.
 
         Anything newer stays and is not counted: a step after the one just saved was passed over at resume: it is
         damaged, even where its sizes are right.
@@ -148,7 +154,7 @@ class Commit:
         for step, path in _steps(self._files, self._parent):
             if step > self.step:
                 continue
-            if whole >= self._keep:
+            if whole >= self._keep and path != best:
                 self._discard(path)
             elif _looks_whole(self._files, path):
                 whole += 1

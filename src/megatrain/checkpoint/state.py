@@ -97,7 +97,8 @@ class CheckpointWriter:
             self._commit.add(name, write_tensors(self._files, self._commit.folder / name, tensors))
 
     def commit(self, trainer_state: Mapping[str, Any]) -> Path:
-        """Makes it permanent, only then returns its folder. `trainer_state` is JSON; "step" in it must be the step."""
+        """Makes it permanent, only then returns its folder. `trainer_state` is JSON; "step" in it must be the step;
+        "best_step", if it is there, is what BEST will name and pruning will spare."""
         assert self._commit is not None, "begin first"
         assert not self._missing, f"segments not written: {sorted(self._missing)}"
         if trainer_state["step"] != self._commit.step:
@@ -105,7 +106,7 @@ class CheckpointWriter:
         data = json.dumps(trainer_state, indent=1, sort_keys=True, allow_nan=False).encode()
         self._commit.add(TRAINER, write_bytes(self._files, self._commit.folder / TRAINER, data))
         facts = {"precision": self._store.precision, "versions": _versions(), "run": dict(self._run_facts)}
-        path = self._commit.commit(facts)
+        path = self._commit.commit(facts, trainer_state.get("best_step"))
         self._commit = None
         return path
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig
 
 from megatrain import __version__
 from megatrain.checkpoint import (
@@ -23,13 +22,22 @@ from megatrain.checkpoint import (
     write_hf_folder,
 )
 from megatrain.cli import show
+from megatrain.cli.datasets import (
+    batches_of,
+    data_lines,
+    held_out,
+    num_steps_of,
+    parts_of,
+    tokenizer_of,
+    tokens_of,
+    training_parts,
+)
 from megatrain.config import RunConfig, read_config, resolved
-from megatrain.data import BatchPlan, DataOptions, MicroBatch, TokenDataset, eval_micro_batches, prepare
-from megatrain.data import preview as data_preview
+from megatrain.data import BatchPlan, MicroBatch, preview
 from megatrain.engine import Engine, Numerics
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.hardware import Machine
-from megatrain.hardware.probe import probe
+from megatrain.hardware.probe import matmul_flops_per_s, probe
 from megatrain.memory import available_ram_bytes, cap_device_memory
 from megatrain.models import attention
 from megatrain.models.layout import layout_of
@@ -39,9 +47,10 @@ from megatrain.models.template import ModelTemplate
 from megatrain.planner import MemoryTable, plan_run, refuse_misfit
 from megatrain.schedule.plan import Plan
 from megatrain.store import SegmentStore
-from megatrain.train import Keeper, Run, RunFolder, refuse_other_run, train
+from megatrain.train import Keeper, Run, RunFolder, Watch, refuse_other_run, train
 from megatrain.train.metrics import Metrics, Work
 from megatrain.train.progress import display
+from megatrain.train.trackers import load_trackers, open_trackers
 
 
 @dataclass(frozen=True)
@@ -86,60 +95,6 @@ def hf_config_of(config: RunConfig) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
 
 
-def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer."""
-    return AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
-
-
-def dataset_of(config: RunConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> TokenDataset:
-    """The tokenised dataset at `path`, made now or found in the cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain" / "tokens"
-    options = DataOptions(
-        paths=(Path(path),),
-        max_length=config.max_length,
-        cache_dir=cache,
-        assistant_only_loss=config.assistant_only_loss,
-    )
-    return prepare(options, tokenizer)
-
-
-def batches_of(config: RunConfig, dataset: TokenDataset) -> BatchPlan:
-    """What every step trains on."""
-    assert config.micro_batch_tokens is not None, "resolve the config first"
-    return BatchPlan(
-        dataset,
-        max_length=config.max_length,
-        packing=config.packing,
-        train_batch_size=config.train_batch_size,
-        micro_batch_tokens=config.micro_batch_tokens,
-        seed=config.seed,
-        num_epochs=None if config.max_steps is not None else config.num_train_epochs,
-        max_steps=config.max_steps,
-    )
-
-
-def num_steps_of(batches: BatchPlan) -> int:
-    """Optimizer steps of the whole run."""
-    assert batches.num_steps is not None, "either max_steps or num_train_epochs is given"
-    return batches.num_steps
-
-
-def held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[MicroBatch, ...]:
-    """The evaluation set as micro-batches; empty without one."""
-    if config.eval_dataset is None:
-        return ()
-    assert config.micro_batch_tokens is not None, "resolve the config first"
-    dataset = dataset_of(config, config.eval_dataset, tokenizer)
-    return tuple(
-        eval_micro_batches(
-            dataset,
-            max_length=config.max_length,
-            packing=config.packing,
-            micro_batch_tokens=config.micro_batch_tokens,
-        )
-    )
-
-
 def template_of(run: Planned) -> ModelTemplate:
     """The model's own layers, without weights."""
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
@@ -177,12 +132,14 @@ def engine_of(run: Planned, store: SegmentStore) -> Engine:
 
 def train_config(config: RunConfig, allowed: frozenset[str], *, must_resume: bool = False) -> int:
     """Train as `config` says. The exit code: 0, or 128 + the signal that stopped the run."""
+    packages = load_trackers(config)
     run = planned(config)
     refuse_misfit(run.spec, run.config, run.machine, run.table)
     with RunFolder(Path(run.config.output_dir)) as folder:
         checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
         tokenizer = tokenizer_of(run.config)
-        batches = batches_of(run.config, dataset_of(run.config, run.config.dataset, tokenizer))
+        parts = training_parts(run.config, tokenizer)
+        batches = batches_of(run.config, parts)
         facts = {"data": batches.fingerprint, "versions": versions()}
         start_step = 0
         if checkpoint is not None:
@@ -191,20 +148,36 @@ def train_config(config: RunConfig, allowed: frozenset[str], *, must_resume: boo
         folder.begin(run.config, show.plan_json(run.spec, run.plan, run.table, run.machine), environment(run.machine))
         folder.cut_metrics(start_step)
         screen = display(start_step, num_steps_of(batches))
-        work = Work(run.spec, tuple(block.activations == "recompute" for block in run.plan.blocks), None)
-        logging_steps = run.config.logging_steps
-        with Metrics(folder.metrics, folder.log, screen, run.device, work, logging_steps) as metrics:
-            announce(run, checkpoint, metrics)
+        with Metrics(
+            folder.metrics,
+            folder.log,
+            screen,
+            run.device,
+            work_of(run),
+            logging_steps=run.config.logging_steps,
+            num_steps=num_steps_of(batches),
+        ) as metrics:
+            announce(run, checkpoint, data_lines(run.config, parts, batches), metrics)
+            metrics.track(lambda say: open_trackers(packages, run.config, folder.path, say))
             evaluation = held_out(run.config, tokenizer)
             return _train_in(folder, run, batches, evaluation, checkpoint, facts, metrics)
 
 
-def announce(run: Planned, checkpoint: Checkpoint | None, metrics: Metrics) -> None:
-    """The first lines of a run: config, precision, machine, plan, and where it goes on."""
+def work_of(run: Planned) -> Work:
+    """What a step's arithmetic is counted from, with the peak of this machine, measured now."""
+    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+    recomputed = tuple(block.activations == "recompute" for block in run.plan.blocks)
+    return Work(run.spec, recomputed, matmul_flops_per_s(run.device, dtype))
+
+
+def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], metrics: Metrics) -> None:
+    """The first lines of a run: config, precision, machine, plan, data, and where it goes on."""
     for line in show.config_lines(run.config):
         metrics.say(line)
     metrics.say(show.machine_line(run.machine))
     for line in show.plan_lines(run.spec, run.plan, run.table):
+        metrics.say(line)
+    for line in data:
         metrics.say(line)
     if run.config.save_strategy == "no":
         metrics.say("save_strategy is no: nothing is saved until the end, and a stopped run is lost")
@@ -257,15 +230,17 @@ def _train_in(
     else:
         restore(store, checkpoint)
     engine = engine_of(run, store)
-    start_step = 0
+    start_step, trainer_state = 0, {}
     if checkpoint is not None:
-        start_step, engine.applied_steps = checkpoint.step, checkpoint.trainer_state["applied_steps"]
+        start_step, trainer_state = checkpoint.step, checkpoint.trainer_state
+        engine.applied_steps = trainer_state["applied_steps"]
+    watch = Watch(config.early_stopping_patience, config.early_stopping_threshold, trainer_state)
     keeper = None
-    if config.save_strategy == "steps":
+    if config.save_strategy != "no":
         source, keep = Path(config.model), config.save_total_limit
         writer = CheckpointWriter(folder.path, store, run.spec, run.hf_config, source, keep=keep, run_facts=dict(facts))
-        keeper = Keeper(writer, engine, start_step)
-    outcome = train(Run(config, engine, batches, num_steps_of(batches), start_step, evaluation, keeper, metrics))
+        keeper = Keeper(writer, engine, watch, start_step)
+    outcome = train(Run(config, engine, batches, num_steps_of(batches), start_step, evaluation, keeper, metrics, watch))
     engine.close()
     if keeper is None and outcome.signal is None:
         target = final_model(folder)
@@ -273,6 +248,9 @@ def _train_in(
         metrics.say(f"model: {target}")
     elif keeper is not None:
         metrics.say(f"model: {folder.checkpoints / f'step-{outcome.step}' / 'model'}")
+        if watch.best_step is not None:
+            best = folder.checkpoints / f"step-{watch.best_step}" / "model"
+            metrics.say(f"best: {best} (eval_loss {watch.best_loss:.4f})")
     store.close()
     return 0 if outcome.signal is None else 128 + outcome.signal
 
@@ -339,6 +317,7 @@ def show_plan(config: RunConfig, *, as_json: bool) -> int:
 def preview_data(config: RunConfig) -> int:
     """Print what would be trained."""
     tokenizer = tokenizer_of(config)
-    dataset = dataset_of(config, config.dataset, tokenizer)
-    show.show_preview(dataset.report, data_preview(dataset, tokenizer))
+    for part in parts_of(config):
+        dataset = tokens_of(config, part, tokenizer)
+        show.show_preview(part.path, dataset.report, preview(dataset, tokenizer))
     return 0

@@ -71,9 +71,10 @@ def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine)
     }
 
 
-def show_preview(report: Report, rows: Sequence[PreviewRow]) -> None:
+def show_preview(path: str, report: Report, rows: Sequence[PreviewRow]) -> None:
     """Format, rows, trained share and histogram; trained text is green and between ⟦ ⟧, so that pipes show it too."""
     console = Console(highlight=False)
+    console.print(f"dataset {path}", markup=False, soft_wrap=True)
     console.print(
         f"format {report.format}: {report.rows_in} rows read, {report.rows_out} used, {report.num_tokens:,} tokens, "
         f"{report.trained_share:.1%} trained, {report.num_truncated} cut, longest {report.longest_tokens} tokens"

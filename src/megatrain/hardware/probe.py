@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,8 @@ import torch
 from megatrain.errors import ConfigError
 from megatrain.hardware.machine import Machine
 
+MATMUL_SIZE = {"cuda": 8192, "cpu": 768}
+MATMUL_TRIES = 4  # the first one warms up
 ISA_FLAGS = ("avx512f", "avx2", "asimd")  # best first; the native core has a path for each
 
 
@@ -37,6 +40,23 @@ def probe(
         num_cores=len(os.sched_getaffinity(0)),
         isa=isa(cpuinfo),
     )
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """What the device reaches in a large matrix product, the best of a few: the measured peak that shares refer to."""
+    size = MATMUL_SIZE[device.type]
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best_s = float("inf")
+    for _ in range(MATMUL_TRIES):
+        started = time.perf_counter()
+        product = a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - started)
+    del a, product
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2 * size**3 / best_s
 
 
 def disk_free_bytes(folder: Path) -> int:

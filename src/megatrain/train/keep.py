@@ -1,4 +1,4 @@
-"""Keeper: saves a run. Besides tensors: which step it is after, and how many steps were applied."""
+"""Keeper: saves a run. Besides tensors: which step it is after, how many were applied, what evaluations said."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any
 from megatrain.checkpoint import Checkpoint, CheckpointWriter, save_checkpoint
 from megatrain.engine import Engine
 from megatrain.errors import CheckpointError
+from megatrain.train.watch import Watch
 
 
 class Keeper:
     """The Checkpoints of a run. Data need no position of their own: the step number is one."""
 
-    def __init__(self, writer: CheckpointWriter, engine: Engine, saved_step: int) -> None:
+    def __init__(self, writer: CheckpointWriter, engine: Engine, watch: Watch, saved_step: int) -> None:
         self._writer = writer
         self._engine = engine
+        self._watch = watch
         self._saved_step = saved_step
 
     def save(self, step: int) -> bool:
         """Write everything after `step` steps; returns once it is acknowledged. False: `step` was saved before."""
         if step == self._saved_step:
             return False
-        state = {"step": step, "applied_steps": self._engine.applied_steps}
+        state = {"step": step, "applied_steps": self._engine.applied_steps, **self._watch.saving(step)}
         save_checkpoint(self._writer, step, self._engine.save, state)
         self._saved_step = step
         return True

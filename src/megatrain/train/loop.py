@@ -13,11 +13,12 @@ import torch
 from megatrain.config import RunConfig
 from megatrain.data import MicroBatch, StepBatch
 from megatrain.engine import Engine, StepResult
-from megatrain.errors import UserError
+from megatrain.errors import ConfigError, UserError
 from megatrain.models.batch import TokenBatch
 from megatrain.optim import AdamW, LearningRateSchedule, count_warmup_steps, multiplier
 from megatrain.train.metrics import Metrics
 from megatrain.train.signals import StopRequest
+from megatrain.train.watch import Watch
 
 
 class Steps(Protocol):
@@ -48,6 +49,7 @@ class Run:
     eval_micro_batches: Sequence[MicroBatch]
     checkpoints: Checkpoints | None
     metrics: Metrics
+    watch: Watch
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,13 @@ class Outcome:
 
 
 def train(run: Run) -> Outcome:
-    """Train from `start_step` to `num_steps`. Returns early, with everything saved, at SIGINT or SIGTERM."""
-    config, schedule = run.config, lr_schedule(run.config, run.num_steps)
+    """Train from `start_step` to `num_steps`. Returns early, with everything saved, at SIGINT or SIGTERM, and when
+    held-out losses stopped falling for as long as config allows."""
+    config, schedule, watch = run.config, lr_schedule(run.config, run.num_steps), run.watch
     step = run.start_step
+    if watch.exhausted:
+        run.metrics.say(f"{watch.verdict()}; nothing is left to do")
+        return Outcome(step, None)
     with StopRequest() as stop:
         if step == 0:
             evaluate(run, step)
@@ -73,23 +79,34 @@ def train(run: Run) -> Outcome:
             run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
             if not result.applied:
                 stop_or_skip(run, step, batch, result)
+            better = False
             if step == run.num_steps or (config.eval_steps and step % config.eval_steps == 0):
-                evaluate(run, step)
-            if step == run.num_steps or step % config.save_steps == 0 or stop.signal is not None:
+                better = evaluate(run, step)
+            ends = step == run.num_steps or stop.signal is not None or watch.exhausted
+            if ends or step % config.save_steps == 0 or (better and config.save_strategy == "best"):
                 save(run, step)
-            if stop.signal is not None:
+            if ends:
                 break
+        if watch.exhausted and step < run.num_steps:
+            run.metrics.say(watch.verdict())
         run.engine.flush()
     return Outcome(step, stop.signal)
 
 
 def lr_schedule(config: RunConfig, num_steps: int) -> LearningRateSchedule:
     """The learning-rate schedule of a run of `num_steps` steps."""
+    warmup_steps = count_warmup_steps(num_steps, config.warmup_steps, config.warmup_ratio)
+    decay_steps = math.ceil(num_steps * config.decay_ratio)
+    if config.lr_scheduler_type == "warmup_stable_decay" and warmup_steps + decay_steps > num_steps:
+        raise ConfigError(
+            f"{warmup_steps} steps of warm-up and {decay_steps} of decay do not fit into a run of {num_steps}; "
+            "lower warmup_steps, warmup_ratio or decay_ratio, or train longer"
+        )
     return LearningRateSchedule(
         kind=config.lr_scheduler_type,
         num_steps=num_steps,
-        warmup_steps=count_warmup_steps(num_steps, config.warmup_steps, config.warmup_ratio),
-        decay_steps=math.ceil(num_steps * config.decay_ratio),
+        warmup_steps=warmup_steps,
+        decay_steps=decay_steps,
         min_ratio=config.min_lr_ratio,
     )
 
@@ -111,12 +128,14 @@ def token_batches(micro_batches: Sequence[MicroBatch]) -> list[TokenBatch]:
     return [TokenBatch(*map(torch.from_numpy, fields)) for fields in arrays]
 
 
-def evaluate(run: Run, step: int) -> None:
-    """Loss per supervised token over the whole held-out set, if there is one."""
+def evaluate(run: Run, step: int) -> bool:
+    """Loss per supervised token over the whole held-out set, if there is one. Whether it is the least so far."""
     if not run.eval_micro_batches:
-        return
+        return False
     tokens = sum(m.num_supervised for m in run.eval_micro_batches)
-    run.metrics.evaluation(step, run.engine.evaluate(token_batches(run.eval_micro_batches)) / tokens, tokens)
+    loss = run.engine.evaluate(token_batches(run.eval_micro_batches)) / tokens
+    run.metrics.evaluation(step, loss, tokens)
+    return run.watch.see(step, loss)
 
 
 def save(run: Run, step: int) -> None:

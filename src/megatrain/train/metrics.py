@@ -1,12 +1,16 @@
-"""Metrics: every step becomes one object in metrics.jsonl, one line in log.txt and one on the terminal."""
+"""Metrics: every step becomes one object in metrics.jsonl, one line in log.txt, one on the terminal, and a row for
+each tracker."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +20,10 @@ from megatrain.engine import StepResult
 from megatrain.memory import peak_rss_bytes
 from megatrain.models.flops import hardware_flops, train_flops
 from megatrain.models.spec import ModelSpec
-from megatrain.train.progress import Display
+from megatrain.train.progress import Display, Now
+from megatrain.train.trackers import Tracker, numbers_of
+
+ETA_STEPS = 20  # the time left goes by the mean of so many steps
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,15 @@ class Metrics:
     """Writes what happened. Nothing is filtered: a NaN is logged as "nan"."""
 
     def __init__(
-        self, jsonl: Path, log: Path, screen: Display, device: torch.device, work: Work, logging_steps: int
+        self,
+        jsonl: Path,
+        log: Path,
+        screen: Display,
+        device: torch.device,
+        work: Work,
+        *,
+        logging_steps: int,
+        num_steps: int,
     ) -> None:
         self._jsonl = jsonl.open("a", encoding="utf-8")
         self._log = log.open("a", encoding="utf-8")
@@ -59,14 +74,23 @@ class Metrics:
         self._device = device
         self._work = work
         self._logging_steps = logging_steps
+        self._num_steps = num_steps
+        self._recent_s: deque[float] = deque(maxlen=ETA_STEPS)
+        self._trackers: list[Tracker] = []
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._screen.close()
+        for tracker in self._trackers:
+            tracker.close()
         self._jsonl.close()
         self._log.close()
+
+    def track(self, open_trackers: Callable[[Callable[[str], None]], list[Tracker]]) -> None:
+        """Send every row to these trackers too, until the end; they are given `say`."""
+        self._trackers = open_trackers(self.say)
 
     def say(self, text: str) -> None:
         """One line for the terminal and the log."""
@@ -77,19 +101,37 @@ class Metrics:
     def step(self, step: int, batch: StepBatch, learning_rate: float, result: StepResult, step_s: float) -> None:
         """Record one optimizer step that took `step_s` from asking for its data to its last lane."""
         row = self.row(step, batch, learning_rate, result, step_s)
-        self._jsonl.write(json.dumps(row) + "\n")
-        self._jsonl.flush()
-        text = (
-            f"step {step}  loss {result.loss:.4f}  grad_norm {result.grad_norm:.3f}  lr {learning_rate:.2e}  "
-            f"{row['tokens_per_s']:,.0f} tok/s  {step_s:.2f} s/step"
+        self._write(row)
+        self._recent_s.append(step_s)
+        now = Now(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            tokens_per_s=batch.num_tokens / step_s,
+            step_s=step_s,
+            mfu=row["mfu"],
+            lanes_s=result.lanes_s,
+            peak_bytes={
+                "hbm": row["peak_hbm_bytes"],
+                "ram": row["peak_ram_bytes"],
+                "disk": row["disk_written_bytes"] or 0,
+            },
+            eta_s=(self._num_steps - step) * sum(self._recent_s) / len(self._recent_s),
         )
         if step % self._logging_steps == 0:
-            self.say(f"{text}  [{lanes_text(result.lanes_s)}]")
-        self._screen.live(step, f"loss {result.loss:.4f}  {row['tokens_per_s']:,.0f} tok/s  {step_s:.2f} s/step")
+            self.say(now.line())
+        self._screen.live(now)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._jsonl.write(json.dumps(row) + "\n")
+        self._jsonl.flush()
+        for tracker in self._trackers:
+            tracker.log(row["step"], numbers_of(row))
 
     def row(
         self, step: int, batch: StepBatch, learning_rate: float, result: StepResult, step_s: float
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         """The object that metrics.jsonl gets."""
         cuda = self._device.type == "cuda"
         return {
@@ -112,8 +154,7 @@ class Metrics:
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """Record a held-out loss."""
         self.say(f"step {step}  eval_loss {loss:.4f}  ({tokens} tokens)")
-        self._jsonl.write(json.dumps({"step": step, "eval_loss": _json_number(loss), "eval_tokens": tokens}) + "\n")
-        self._jsonl.flush()
+        self._write({"step": step, "eval_loss": _json_number(loss), "eval_tokens": tokens})
 
 
 def written_bytes(process: Path = Path("/proc/self/io")) -> int | None:
@@ -121,11 +162,6 @@ def written_bytes(process: Path = Path("/proc/self/io")) -> int | None:
     if not process.exists():
         return None
     return int(process.read_text().partition("\nwrite_bytes: ")[2].partition("\n")[0])
-
-
-def lanes_text(lanes_s: dict[str, float]) -> str:
-    """Busy seconds of the lanes that did something: "compute 1.20 host 0.31"."""
-    return " ".join(f"{lane} {seconds:.2f}" for lane, seconds in lanes_s.items() if seconds >= 0.005)
 
 
 def _json_number(value: float) -> float | str:
