@@ -109,6 +109,14 @@ def test_last_reads_are_those_before_an_overwrite_or_the_end():
     assert found == {id(second): (W0,)}
 
 
+def test_a_state_slot_is_read_for_the_last_time_when_it_is_stored():
+    slot, home = Place("s", "L000"), Place("ram.state", "L000")
+    update = Op(Kind.UPDATE, "L000", None, Lane.COMPUTE, (G0, slot, W0), (slot, W0))
+    store = Op(Kind.STORE, "L000", None, Lane.D2H, (slot, W0), (home,))
+    fetch = Op(Kind.FETCH_STATE, "L000", None, Lane.H2D, (home,), (slot,))
+    assert last_reads((update, store, fetch)) == {id(store): (slot,)}
+
+
 def test_no_last_read_where_readers_run_on_two_lanes_or_an_op_goes_on_adding():
     norm = Op(Kind.NORM, "L000", None, Lane.COMPUTE, (G0,), ())
     drain = Op(Kind.DRAIN, "L000", None, Lane.D2H, (G0,), ())

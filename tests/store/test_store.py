@@ -215,7 +215,10 @@ def test_disk_state_and_foreign_layouts_are_refused():
         SegmentStore(layouts, "bf16", plan, CPU)
 
 
-def test_only_what_travels_is_pinned_and_close_unpins(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("update", "travels"), [("home", ("w", "grad")), ("device", ("w", "lo", "m", "v"))])
+def test_only_what_travels_is_pinned_and_close_unpins(
+    monkeypatch: pytest.MonkeyPatch, update: str, travels: tuple[str, ...]
+):
     pinned_sizes: list[int] = []
     unpinned: list[Pinned] = []
 
@@ -225,11 +228,12 @@ def test_only_what_travels_is_pinned_and_close_unpins(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(store_module, "register", fake_register)
     monkeypatch.setattr(store_module, "unregister", unpinned.append)
-    plan = Plan((SegmentPlan("L000", "block", trainable=True),), False, 2, 2, 1)
+    segment = SegmentPlan("L000", "block", trainable=True, weights="own", grads="own", update=update)  # type: ignore[arg-type]
+    plan = Plan((segment,), False, 2, 2, 1)
     layout = layout_of(SEGMENTS[1])
     with pytest.warns(UserWarning, match="refused after 0 bytes; copies will be slower"):
         store = SegmentStore([layout], "bf16", plan, torch.device("cuda"))
-    assert pinned_sizes == [store.flat("L000", kind).nbytes for kind in ("w", "grad")]
+    assert pinned_sizes == [store.flat("L000", kind).nbytes for kind in travels]
     store.close()
     assert len(unpinned) == 1
     store.close()
