@@ -6,16 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatrain.config import RunConfig
 from megatrain.config_values import DatasetPart
 from megatrain.data import BatchPlan, DataOptions, MicroBatch, Part, TokenDataset, eval_micro_batches, prepare
+from megatrain.models.hf_folder import read_tokenizer
 
 
 def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
     """The model's own tokenizer."""
-    return AutoTokenizer.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
+    return read_tokenizer(Path(config.model))
 
 
 def parts_of(config: RunConfig) -> tuple[DatasetPart, ...]:

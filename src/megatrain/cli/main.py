@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the plan does not fit; 2 a mistake the user can mend; 130 
 # ruff: noqa: PLC0415 - a verb imports its room when it is called
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -217,3 +218,6 @@ def main() -> None:
     except UserError as error:
         print(f"megatrain: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # before a verb runs, or in one that has nothing to save
+        print("megatrain: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from megatrain.checkpoint import Files, load_weights, open_step, saved_steps
 from megatrain.cli.assemble import Planned, planned, store_of
 from megatrain.config import RunConfig, read_config
 from megatrain.errors import CheckpointError, ConfigError, ModelError
+from megatrain.models.hf_folder import read_hf_config
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import plan_run, refuse_misfit
 from megatrain.report import best_step, read_metrics
@@ -50,7 +49,7 @@ def config_of(path: Path, words: Sequence[str]) -> RunConfig:
     config = read_config(None, [f"model={json.dumps(str(path))}", 'dataset="-"', *words])
     if any(word.startswith(("max_length=", "cutoff_len=", "sequence_len=")) for word in words):
         return config
-    model = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    model = read_hf_config(path)
     name = "max_position_embeddings"
     positions = model.to_dict().get(model.attribute_map.get(name, name))
     if isinstance(positions, int) and positions < config.max_length:

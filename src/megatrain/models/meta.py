@@ -14,7 +14,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from megatrain.errors import ModelError
 from megatrain.models.families import Family, family_of
+from megatrain.models.hf_folder import refusals_of_transformers
 
+_MOST_LAYERS = 10_000  # a damaged number must not build layers until memory is full
 # Settings that roll dice while training; those of heads for other tasks aside.
 _DICE = re.compile(r"^(?!classifier|summary|seq_class).*(dropout|pdrop|layerdrop|drop_path|jitter)")
 
@@ -101,6 +103,15 @@ def _refuse_settings(config: PreTrainedConfig, model: PreTrainedModel, family: F
         raise ModelError("the config sets use_bidirectional_attention, which is not supported; set it to false")
 
 
+def _refuse_number_of_layers(config: PreTrainedConfig) -> None:
+    name = "num_hidden_layers"
+    count = config.to_dict().get(config.attribute_map.get(name, name))
+    if isinstance(count, int) and not 1 <= count <= _MOST_LAYERS:
+        raise ModelError(
+            f"the config has {name} {count}, a model has 1 to {_MOST_LAYERS:,} layers; fetch config.json again"
+        )
+
+
 def meta_model(
     config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, allow_unproven: bool
 ) -> tuple[PreTrainedModel, Family]:
@@ -110,9 +121,13 @@ def meta_model(
     changed. Refused: unproven architectures (unless allowed), dropout, and backbones not laid out as their family says.
     """
     family = family_of(architecture_of(config), allow_unproven)
+    _refuse_number_of_layers(config)
     config = copy.deepcopy(config)
     config.use_cache = False
-    with _parameters_on_meta():
+    refusals = refusals_of_transformers(
+        f"transformers cannot build {family.architecture} as the config says", "fetch the model's config.json again"
+    )
+    with refusals, _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
         )
