@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -212,6 +212,17 @@ def test_symbolic_links_are_not_followed(tmp_path: Path):
     (folder / "model.safetensors").rename(tmp_path / "elsewhere")
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ModelError, match="is a symbolic link, which is not followed"):
+        _loaded(folder, tiny_spec())
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], None]):
+    """A pipe without a writer would else be waited for, for ever."""
+    folder = _folder(tmp_path / "m", _weights(tiny_spec()))
+    (folder / "model.safetensors").unlink()
+    make(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: it is no regular file"):
         _loaded(folder, tiny_spec())
 
 

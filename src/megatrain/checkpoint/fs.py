@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,7 +50,12 @@ class Files:
         os.close(fd)
 
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """For reading, a regular file only. O_NONBLOCK: opening a pipe would else wait for a writer, for ever."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return fd
 
     def read(self, fd: int, buffer: Data, offset_bytes: int) -> int:
         return os.preadv(fd, [buffer], offset_bytes)
