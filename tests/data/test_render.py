@@ -309,6 +309,7 @@ def test_results_keep_the_order_of_samples() -> None:
 
 @pytest.mark.parametrize(("text", "reason"), [
     (CHATML + "{% if messages|length > 2 %}{{ raise_exception('only two') }}{% endif %}", "refuses it: only two"),
+    (CHATML + "{{ 'x' * 10**15 if messages|length > 2 }}", "refuses it: MemoryError"),
     (CHATML + "{{ messages[2].nothing.there if messages|length > 2 }}", "refuses it"),
     (CHATML + "{% set _ = messages.append(1) if messages|length > 2 %}", "refuses it"),
     (CHATML + "{{ ''.__class__.__mro__[1].__subclasses__() if messages|length > 2 }}", "refuses it"),
@@ -321,12 +322,25 @@ def test_template_faults_cost_the_row_only(text: str, reason: str) -> None:
     assert isinstance(results[1], Encoded)
 
 
-def test_template_that_runs_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_template_that_runs_for_ever_on_a_row_costs_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "RENDER_LIMIT_S", 0.05)
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    [result] = renderer(make_word_tokenizer(CHATML + loop)).encode([to_chat("user: hi", "assistant: yes")])
-    assert isinstance(result, BadSample)
-    assert "ran longer" in str(result)
+    monkeypatch.setattr(template, "MAX_TIMEOUTS", 99)
+    odd = CHATML + "{% if messages|length > 2 %}" + LOOP + "{% endif %}"
+    good = to_chat("user: hi", "assistant: yes")
+    results = renderer(make_word_tokenizer(odd)).encode([to_chat(*TWO_TURNS), good])
+    assert isinstance(results[0], BadSample)
+    assert "ran longer" in str(results[0])
+    assert isinstance(results[1], Encoded)
+
+
+def test_template_that_runs_for_ever_on_every_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would else take RENDER_LIMIT_S a row: days for a large dataset."""
+    monkeypatch.setattr(template, "RENDER_LIMIT_S", 0.05)
+    with pytest.raises(DataError, match=r"ran longer than .* on 3 conversations; .*mend the chat template"):
+        renderer(make_word_tokenizer(CHATML + LOOP)).encode([to_chat("user: hi", "assistant: yes")] * 1000)
 
 
 def test_the_date_is_pinned() -> None:

@@ -30,8 +30,10 @@ DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 PINNED_DATE = datetime(2025, 1, 1)
 RENDER_LIMIT_S = 20.0
+MAX_TIMEOUTS = 3        # one row may be odd; a template that never ends must not cost RENDER_LIMIT_S for every row
 MAX_TEMPLATE_CHARS = 1 << 20
-TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
+                   MemoryError)
 PROBE_USER = {"role": "user", "content": "Q7x"}
 ANSWER = "A7x"
 PROBE_ASSISTANT = {"role": "assistant", "content": ANSWER}
@@ -45,8 +47,12 @@ class Span(NamedTuple):
     end: int
 
 
-class _TemplateTimeout(Exception):
+class _Alarm(Exception):
     pass
+
+
+class TemplateTimeout(BadSample):
+    """The row's rendering was stopped."""
 
 
 class ChatTemplate:
@@ -61,6 +67,7 @@ class ChatTemplate:
             raise DataError("the tokenizer has no chat template, so conversations cannot be rendered; use the "
                             "instruction-tuned model's tokenizer, or data as `text` or `prompt` + `completion`")
         self._tokenizer = tokenizer
+        self._timeouts = 0
         self._sources = {with_tools: _pinned(tokenizer.get_chat_template(tools=[{}] if with_tools else None))
                          for with_tools in (False, True)}       # some tokenizers have a template of its own for tools
         self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
@@ -76,18 +83,30 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: list[Any] | None, prompt: bool = False) -> str:
         """The conversation as text; `prompt` adds the opening of the next assistant turn."""
-        with _guarded():
+        with self._counted(), _guarded():
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=tools, chat_template=self._sources[bool(tools)], tokenize=False,
                 add_generation_prompt=prompt)
 
     def encode_marked(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids and trained flags of a conversation whose template has generation marks."""
-        with _guarded():
+        with self._counted(), _guarded():
             out = self._tokenizer.apply_chat_template(
                 chat.messages, tools=chat.tools, chat_template=self._sources[bool(chat.tools)], return_dict=True,
                 return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
         return out["input_ids"], out["assistant_masks"]
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """The last time-out of MAX_TIMEOUTS is a DataError; those before it cost their row."""
+        try:
+            yield
+        except TemplateTimeout as bad:
+            self._timeouts += 1
+            if self._timeouts < MAX_TIMEOUTS:
+                raise
+            raise DataError(f"{bad} on {self._timeouts} conversations; it may have no end: mend the chat template of "
+                            "the tokenizer, or take out the very long conversations") from None
 
     def spans(self, chat: Chat, full: str, roles: Set[str] = frozenset({ASSISTANT})) -> list[Span]:
         """The trained turns of `full`, the rendered conversation, in order; BadSample when they cannot be told."""
@@ -237,10 +256,10 @@ def _guarded() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
     try:
         yield
-    except _TemplateTimeout:
-        raise BadSample(f"the chat template ran longer than {RENDER_LIMIT_S:.0f} s") from None
+    except _Alarm:
+        raise TemplateTimeout(f"the chat template ran longer than {RENDER_LIMIT_S:.0f} s") from None
     except TEMPLATE_FAULTS as error:
-        raise BadSample(f"the chat template refuses it: {str(error)[:120]}") from None
+        raise BadSample(f"the chat template refuses it: {str(error)[:120] or type(error).__name__}") from None
     finally:
         if timed:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -248,7 +267,7 @@ def _guarded() -> Iterator[None]:
 
 
 def _on_alarm(_number: int, _frame: FrameType | None) -> None:
-    raise _TemplateTimeout
+    raise _Alarm
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
