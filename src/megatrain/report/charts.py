@@ -122,15 +122,15 @@ def reduced(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """Each finite y replaced by the mean of the finite ones at most `window` places away."""
+    """Each finite y replaced by the mean of the finite ones at most `window` places away, fewer at the ends."""
     good = [point for point in points if math.isfinite(point[1])]
     sums = [0.0]
     for _, y in good:
         sums.append(sums[-1] + y)
     out = []
     for i, (x, _) in enumerate(good):
-        reach = min(window, i, len(good) - 1 - i)  # symmetric: a trend does not bend at the ends
-        out.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+        first, stop = max(0, i - window), min(len(good), i + window + 1)
+        out.append((x, (sums[stop] - sums[first]) / (stop - first)))
     return out
 
 

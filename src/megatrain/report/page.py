@@ -33,7 +33,7 @@ def page(record: Record) -> str:
     """The whole document."""
     name = record.path.resolve().name
     cards = [_loss(record), *_curves(record), _lanes(record), _memory(record), _samples(record)]
-    cards += [_checkpoints(record), _config(record.config), _environment(record)]
+    cards += [_checkpoints(record), _environment(record), _config(record.config)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -103,7 +103,7 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, fl
 
 def _loss(record: Record) -> str:
     losses, evals = _points(record.steps, "loss"), _points(record.evals, "eval_loss")
-    window = max(1, len(losses) // 40)
+    window = max(2, len(losses) // 20)
     series = [Series("training loss", "s1", losses, "faint" if len(losses) > 8 else "line")]
     items = [("training loss", "s1")]
     if len(losses) > 8:
@@ -122,13 +122,15 @@ def _curves(record: Record) -> list[str]:
     norm = Series("gradient norm", "s4", _points(rows, "grad_norm"))
     rate = Series("learning rate", "s5", _points(rows, "lr"))
     clip = record.config.max_grad_norm
-    clipped = f"before clipping at {clip:g}" if clip else "not clipped"
+    shape = f"{record.config.lr_scheduler_type}, peak {_scientific(record.config.learning_rate)}"
+    charts = [
+        ("Learning rate", shape, rate, _scientific),
+        ("Gradient norm", f"before clipping at {clip:g}" if clip else "not clipped", norm, _plain),
+        ("Tokens per second", "real tokens: padding is left out", speed, _count),
+    ]
     return [
-        _card("Learning rate", line_chart([rate], _scientific, label="Learning rate over steps", from_zero=True)),
-        _card(
-            "Gradient norm", line_chart([norm], _plain, label="Gradient norm over steps", from_zero=True), note=clipped
-        ),
-        _card("Tokens per second", line_chart([speed], _count, label="Tokens per second over steps", from_zero=True)),
+        _card(title, line_chart([series], show, label=f"{title} over steps", from_zero=True), note=note)
+        for title, note, series, show in charts
     ]
 
 
@@ -170,9 +172,11 @@ def _memory(record: Record) -> str:
         whole = min(budget, 1.25 * max(planned, found))
         body.append(bar(parts, whole, found or None, _bytes, label=f"{words}: {said}"))
         body.append(_legend([(f"{part.name} {gib(int(part.value))}", part.style) for part in parts]))
-    return _card(
-        "Memory by tier", "".join(body), note="planned parts; the black mark is the peak that was measured", wide=True
+    note = (
+        "planned parts, and a mark at the peak that was measured; a track is as long as the budget, or shorter where "
+        "little of it is used"
     )
+    return _card("Memory by tier", "".join(body), note=note, wide=True)
 
 
 def _samples(record: Record) -> str:
@@ -218,9 +222,10 @@ def _environment(record: Record) -> str:
         facts |= value if isinstance(value, dict) else {key: value}
     rows = []
     for key, value in facts.items():
-        shown = (
-            gib(value) if key.endswith("_bytes") and isinstance(value, int) else "none" if value is None else str(value)
-        )
+        if key.startswith("hbm") and not value:
+            continue
+        is_size = key.endswith("_bytes") and isinstance(value, int)
+        shown = gib(value) if is_size else "none" if value is None else str(value)
         words = key.removesuffix("_bytes").replace("_", " ")
         rows.append(f'<tr><td>{escape(words)}</td><td class="value">{escape(shown)}</td></tr>')
     return _card("Environment", f"<table>{''.join(rows)}</table>") if rows else ""

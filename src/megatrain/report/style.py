@@ -30,8 +30,10 @@ h2 { font-size:15px; margin:0 0 2px; }
   font-variant-numeric:tabular-nums; line-height:1.25; } .tile span { color:var(--soft); font-size:13px; }
 .tile small { color:var(--faint); font-size:12px; display:block; }
 .grid { display:grid; grid-template-columns:repeat(2,minmax(0,1fr)); gap:14px; }
-.card { padding:15px 17px; min-width:0; } .wide { grid-column:1/-1; }
-@media (max-width:800px) { .grid { grid-template-columns:minmax(0,1fr); } }
+.card { padding:15px 17px; min-width:0; display:flex; flex-direction:column; }
+.card > .chart { margin-top:auto; } .wide { grid-column:1/-1; }
+@media (max-width:800px) { .grid { grid-template-columns:minmax(0,1fr); }
+  .wide { overflow-x:auto; } .wide .chart { min-width:680px; } }
 svg { display:block; width:100%; height:auto; }
 .chart .grid { stroke:var(--rule); stroke-width:1; } .tick { fill:var(--faint); font-size:11.5px; }
 .line { fill:none; stroke:currentColor; stroke-width:2; stroke-linejoin:round; stroke-linecap:round; }
@@ -51,7 +53,8 @@ th, td { padding:4px 12px 4px 0; border-bottom:1px solid var(--rule); vertical-a
 tr:last-child td { border-bottom:0; } td.n, th.n { text-align:right; font-variant-numeric:tabular-nums; }
 td.key, code { font-family:ui-monospace,SFMono-Regular,Menlo,"DejaVu Sans Mono",monospace; font-size:12.5px; }
 td.value { overflow-wrap:anywhere; } tr.set td { font-weight:600; } a { color:var(--s1); }
-.columns { columns:2; column-gap:34px; } .columns table { break-inside:avoid; }
+.columns { columns:2; column-gap:34px; } .columns table { break-inside:avoid; margin-bottom:8px; }
+@media (max-width:800px) { .columns { columns:1; } }
 .tier { display:flex; justify-content:space-between; font-size:13.5px; margin-top:10px; } .tier b { font-weight:600; }
 .said { display:grid; grid-template-columns:1fr 1fr; gap:14px; } @media (max-width:700px) { .said { display:block; } }
 .said > div { background:var(--page); border-radius:8px; padding:10px 13px; margin-bottom:8px; white-space:pre-wrap;
