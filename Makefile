@@ -7,7 +7,8 @@
 # All of them set up .venv first: they need Python 3.11 or newer (PYTHON=…) and, for the fast optimizer, a C++ compiler.
 
 # Rooms that the type checker passes without a complaint: the list only grows.
-TYPED := cli checkpoint codec config.py config_yaml.py errors.py hardware optim planner store train
+TYPED := cli checkpoint codec config.py config_page.py config_spellings.py config_values.py config_yaml.py errors.py \
+	hardware importers optim planner store train
 PYTHON ?= python3
 BENCH ?= adamw
 VENV := .venv

@@ -1,0 +1,100 @@
+"""docs/machines.md: what the planner says of well-known models on GPUs of several sizes.
+
+`python -m bench machines` prints its table, `--write` puts it into the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING
+
+from bench.presets import PRESETS
+from megatrain.config import RunConfig, resolved
+from megatrain.hardware import Machine
+from megatrain.models.spec import ModelSpec
+from megatrain.models.spec_of import model_spec
+from megatrain.planner import MemoryTable, plan_run
+from megatrain.planner.table import gib
+
+PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
+MODELS = (
+    "qwen2.5-7b",
+    "llama-3-8b",
+    "qwen2.5-14b",
+    "qwen3-30b-a3b",
+    "qwen3-32b",
+    "llama-3.3-70b",
+    "qwen3-235b-a22b",
+)
+GPU_GIB = (16, 24, 48, 80, 141)
+FREE_SHARE = 0.97  # of a GPU that nothing else uses
+GIB = 1 << 30
+PLENTY = 1 << 60
+# From the most to the least comfortable: (micro_batch_tokens, loss_chunk_tokens).
+SIZES_TOKENS = ((16384, 2048), (8192, 1024), (4096, 512), (2048, 256))
+MAX_LENGTH, BATCH_ROWS = 2048, 64
+
+
+def spec_of(name: str) -> ModelSpec:
+    """The sizes of a preset."""
+    fields = dict(PRESETS[name])
+    return model_spec(CONFIG_MAPPING[str(fields.pop("model_type"))](**fields))
+
+
+def machine(gpu_gib: int) -> Machine:
+    """A machine with this GPU and as much RAM and disk as anyone could want."""
+    free = int(gpu_gib * GIB * FREE_SHARE)
+    return Machine("cuda", f"{gpu_gib} GiB", gpu_gib * GIB, free, PLENTY, PLENTY, PLENTY, 16, "x86_64")
+
+
+def best_fit(spec: ModelSpec, gpu_gib: int) -> tuple[int, MemoryTable] | None:
+    """(micro_batch_tokens, table) of the most comfortable setting that fits this GPU."""
+    for tokens, chunk in SIZES_TOKENS:
+        asked = RunConfig(
+            model="m",
+            dataset="d",
+            max_length=MAX_LENGTH,
+            train_batch_size=BATCH_ROWS,
+            micro_batch_tokens=tokens,
+            loss_chunk_tokens=chunk,
+        )
+        _, table = plan_run(spec, resolved(asked, "cuda", 16), machine(gpu_gib))
+        if table.overall != "NO":
+            return tokens, table
+    return None
+
+
+def cell(found: tuple[int, MemoryTable] | None) -> str:
+    """RAM that the run needs, and the micro-batch it works with."""
+    return "–" if found is None else f"{gib(found[1].total_bytes('ram'))} RAM, {found[0] // 1024}K"
+
+
+def rows() -> Iterator[str]:
+    """The table, one line a model."""
+    yield "| model | parameters | checkpoints | " + " | ".join(f"{size} GiB GPU" for size in GPU_GIB) + " |"
+    yield "|---|---|---|" + "---|" * len(GPU_GIB)
+    for name in MODELS:
+        spec = spec_of(name)
+        found = [best_fit(spec, size) for size in GPU_GIB]
+        disk = next(gib(table.total_bytes("disk")) for _, table in filter(None, found))
+        yield f"| {name} | {spec.num_parameters / 1e9:.1f} B | {disk} | " + " | ".join(map(cell, found)) + " |"
+
+
+def page_with(table: str) -> str:
+    """The page with this table in the place of the one it has."""
+    before, _, rest = PAGE.read_text("utf-8").partition("| model |")
+    return before + table + "\n" + rest.partition("\n\n")[2]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench machines")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/machines.md")
+    table = "\n".join(rows()) + "\n"
+    if parser.parse_args(argv).write:
+        PAGE.write_text(page_with(table), "utf-8")
+    print(table, end="")
+    return 0

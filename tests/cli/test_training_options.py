@@ -1,0 +1,135 @@
+"""Options people expect of a trainer, through the command line, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli.main import main
+from tests.conftest import write_rows
+
+
+def megatrain(*words: object) -> int:
+    """The exit code of `megatrain WORDS`."""
+    sys.argv = ["megatrain", *map(str, words)]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def steps(run: Path) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def figures(run: Path) -> list[tuple[object, ...]]:
+    return [(row["loss"], row["grad_norm"], row["lr"], row["tokens"]) for row in steps(run)]
+
+
+def without_batch(run_config: Path) -> Path:
+    text = run_config.read_text().replace("train_batch_size: 3\n", "")
+    run_config.write_text(text.replace("output_dir:", "# output_dir:").replace("eval_dataset:", "# eval_dataset:"))
+    return run_config
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_accumulation_8_is_batch_8_transformers_34191(run_config: Path, tmp_path: Path, schedule: str) -> None:
+    """Also: LR jumps with accumulation (transformers 27749)."""
+    words = ("max_steps=3", f"lr_scheduler_type={schedule}", "warmup_steps=1", "save_strategy=no")
+    old = ("per_device_train_batch_size=1", "gradient_accumulation_steps=8")
+    config = without_batch(run_config)
+    assert megatrain("train", config, *words, *old, f"output_dir={tmp_path}/old") == 0
+    assert megatrain("train", config, *words, "train_batch_size=8", f"output_dir={tmp_path}/new") == 0
+    assert figures(tmp_path / "old") == figures(tmp_path / "new")
+    rates = [row["lr"] for row in steps(tmp_path / "old")]
+    assert rates[0] == 0.0
+    assert rates[1] > rates[2] > 0.0
+
+
+def test_several_epochs_and_max_steps(run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = without_batch(run_config)
+    text = config.read_text().replace("max_steps: 6\n", "")
+    config.write_text(text)
+    words = ("train_batch_size=8", "save_strategy=no", "packing=false")
+    assert megatrain("train", config, *words, "num_train_epochs=1.5", f"output_dir={tmp_path}/a") == 0
+    assert "steps: 8 of 8 rows; an epoch is 5 (40 rows), the run 1.60 epochs" in capsys.readouterr().out
+    assert len(steps(tmp_path / "a")) == 8
+    assert megatrain("train", config, *words, "max_steps=2", f"output_dir={tmp_path}/b") == 0
+    assert len(steps(tmp_path / "b")) == 2
+
+
+def test_several_datasets_are_mixed_and_accounted_for(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "more.jsonl", 10, first=100)
+    (tmp_path / "text.jsonl").write_text('{"text": "the cat sat on a mat"}\n' * 6 + "not json\n")
+    text = "".join(line for line in run_config.read_text().splitlines(keepends=True) if not line.startswith("dataset:"))
+    run_config.write_text(
+        f"{text}packing: false\ndataset:\n  - {tmp_path}/train.jsonl\n"
+        f"  - {{path: {tmp_path}/more.jsonl, repeat: 2}}\n  - {{path: {tmp_path}/text.jsonl, format: text}}\n"
+    )
+    assert megatrain("train", run_config, "max_steps=4") == 0
+    shown = capsys.readouterr().out
+    assert f"data: {tmp_path}/train.jsonl: messages, 40 rows read, 40 used" in shown
+    assert "trained; 20 rows of an epoch" in shown
+    assert f"data: {tmp_path}/text.jsonl: text, 7 rows read, 6 used" in shown
+    assert "  left out: 1 rows: not JSON" in shown
+    assert "an epoch is 22 (66 rows)" in shown
+    run = tmp_path / "run"
+    assert megatrain("resume", run, "max_steps=6", "--allow", "max_steps") == 0
+    run.rename(tmp_path / "resumed")
+    assert megatrain("train", run_config, "max_steps=6") == 0
+    assert [row["tokens"] for row in steps(run)] == [row["tokens"] for row in steps(tmp_path / "resumed")]
+    capsys.readouterr()
+    assert megatrain("data", "preview", run_config) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("rows read") == 3
+    assert "format text: 7 rows read, 6 used" in shown
+
+
+def test_a_dataset_that_is_not_there_is_named(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"dataset=[{tmp_path}/train.jsonl, identity]"
+    assert megatrain("train", run_config, words) == 2
+    assert "dataset identity does not exist" in capsys.readouterr().err
+
+
+def test_frozen_parameters_do_not_move(run_config: Path, tmp_path: Path) -> None:
+    assert megatrain("train", run_config, "max_steps=2", "freeze=embed_tokens") == 0
+    state = tmp_path / "run/checkpoints/step-2/state"
+    assert not (state / "EMBED.safetensors").exists()
+    assert (state / "L000.safetensors").exists()
+
+
+def test_loss_on_chosen_roles_and_smoothing(run_config: Path, tmp_path: Path) -> None:
+    words = ("max_steps=1", "save_strategy=no", "packing=false")
+    runs = {"plain": (), "user": ("train_roles=user",), "both": ("train_roles=[user, assistant]",),
+            "smooth": ("label_smoothing_factor=0.1",)}  # fmt: skip
+    for name, more in runs.items():
+        assert megatrain("train", run_config, *words, *more, f"output_dir={tmp_path}/{name}") == 0
+    counts = {name: int(str(steps(tmp_path / name)[0]["supervised_tokens"])) for name in runs}
+    assert counts["both"] == counts["plain"] + counts["user"]
+    assert counts["smooth"] == counts["plain"]
+    assert figures(tmp_path / "smooth") != figures(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("lr_scheduler_type=warmup_stable_decay", "warmup_ratio=0.9", "decay_ratio=0.5"),
+        ("neftune_noise_alpha=5",),
+        ("ema_decay=0.99",),
+        ("report_to=mlflow",),
+    ],
+)
+def test_wishes_that_cannot_be_honoured_are_one_sentence(
+    run_config: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert megatrain("train", run_config, *words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
