@@ -222,12 +222,6 @@ DENSE = {
         plain_sizes=False,
     ),
     "gpt_bigcode": Case("gpt_bigcode", _GPT2_SIZES | _NO_DROPOUT | {"tie_word_embeddings": True}, plain_sizes=False),
-    "gptj": Case(
-        "gptj", _GPT2_SIZES | _NO_DROPOUT | {"rotary_dim": 8}, {"rotary size": {"rotary_dim": 16}}, plain_sizes=False
-    ),
-    "codegen": Case(
-        "codegen", _GPT2_SIZES | _NO_DROPOUT | {"rotary_dim": 8}, {"rotary size": {"rotary_dim": 16}}, plain_sizes=False
-    ),
     "gpt_neox": Case(
         "gpt_neox",
         {"use_parallel_residual": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}

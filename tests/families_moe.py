@@ -264,7 +264,7 @@ MOE = {
         _MLA
         | {"num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32}
         | {"ffn_hidden_size": 96, "routed_scaling_factor": 2.0, "head_dim": 8},
-        {"one expert a token": {"moe_topk": 1}, "routed scale": {"routed_scaling_factor": 1.0}},
+        {"routed scale": {"routed_scaling_factor": 1.0}},
     ),
     "llama4": Case(
         "llama4_text",

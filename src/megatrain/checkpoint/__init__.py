@@ -10,7 +10,7 @@ from megatrain.checkpoint.commit import Checkpoint, load_checkpoint, open_step, 
 from megatrain.checkpoint.dcp import write_dcp_folder
 from megatrain.checkpoint.export import write_hf_folder
 from megatrain.checkpoint.fs import Files
-from megatrain.checkpoint.load_hf import load_weights
+from megatrain.checkpoint.load_hf import load_weights, read_buffers
 from megatrain.checkpoint.state import CheckpointWriter, checkpoint_bytes, restore, save_checkpoint
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "open_step",
+    "read_buffers",
     "restore",
     "save_checkpoint",
     "saved_steps",

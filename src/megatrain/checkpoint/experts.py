@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from megatrain.models.spec import TensorSpec
 
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_GATE_UP, _UP, _DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
+_MIXTRAL = (".mlp.", ".block_sparse_moe.")
 _PUBLISHED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # Qwen, DeepSeek, OLMoE …; Mixtral
 
 
@@ -32,13 +33,15 @@ class Part:
 
 def candidates(tensor: TensorSpec) -> Iterator[list[Part]]:
     """Every way a checkpoint may hold `tensor`, the plain one first."""
-    for name in dict.fromkeys((tensor.name, tensor.name.replace(".mlp.", ".block_sparse_moe."))):
+    for name in dict.fromkeys((tensor.name, tensor.published or tensor.name, tensor.name.replace(*_MIXTRAL))):
         yield [Part(name, tensor.shape, 0)]
         for gate, up, down in _PUBLISHED:
             if name.endswith(_GATE_UP):
                 yield list(_expert_parts(name.removesuffix(_GATE_UP), tensor.shape, (gate, up)))
             elif name.endswith(_DOWN):
                 yield list(_expert_parts(name.removesuffix(_DOWN), tensor.shape, (down,)))
+            elif name.endswith(_UP):
+                yield list(_expert_parts(name.removesuffix(_UP), tensor.shape, (up,)))
 
 
 def published(tensor: TensorSpec, names: Collection[str]) -> list[Part]:

@@ -22,7 +22,7 @@ from megatrain.checkpoint.fs import (
     remove_tree,
     write_hashed,
 )
-from megatrain.checkpoint.load_hf import INDEX, SINGLE, tensor_names
+from megatrain.checkpoint.load_hf import INDEX, SINGLE, read_buffers, tensor_names
 from megatrain.checkpoint.safetensors_file import WriteTensor, encode_header, file_pieces, num_bytes_of_file
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.models.layout import Entry
@@ -77,6 +77,7 @@ def write_hf_folder(
     temporary = path.parent / f"{path.name}.tmp-{uuid.uuid4().hex}"
     names = () if tokenizer_source is None else tensor_names(tokenizer_source, files)
     tensors = [tensor for segment in spec.segments for tensor in model_tensors(store, segment.name, dtype, names)]
+    tensors += saved_buffers(tokenizer_source, spec, files)
     shards = _shards(tensors, shard_bytes)
     needed_bytes = sum(tensor.num_bytes for tensor in tensors)
     free_bytes = files.free_bytes(path.parent)
@@ -108,6 +109,12 @@ def model_tensors(store: SegmentStore, segment: str, dtype: torch.dtype, names: 
         for entry in store.layouts[segment].entries
         for part in published(entry.tensor, names)
     ]
+
+
+def saved_buffers(source: Path | None, spec: ModelSpec, files: Files) -> list[WriteTensor]:
+    """The buffers that the base model's folder holds, as they are there: nothing trains them."""
+    found = {} if source is None else read_buffers(source, spec, files)
+    return [WriteTensor(name, value.dtype, value.shape, [value.flatten()]) for name, value in found.values()]
 
 
 def _model_pieces(store: SegmentStore, segment: str, entry: Entry, part: Part, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from megatrain.checkpoint.experts import Part, published
 from megatrain.checkpoint.fs import BLOCK_BYTES, Files, cannot_read, read_small, strict_json
-from megatrain.checkpoint.safetensors_file import TensorInfo, read_header, read_pieces
+from megatrain.checkpoint.safetensors_file import DTYPES, TensorInfo, read_header, read_into, read_pieces
 from megatrain.errors import ModelError
 from megatrain.memory import drop_page_cache
 from megatrain.models.layout import Entry
@@ -57,12 +57,45 @@ def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: File
         if spec.tied and TIED_HEAD in stored:
             used.add(TIED_HEAD)
             _check_tied(files, stored, spec)
-        _check_rest(stored, used)
+        _check_rest(stored, used | set(_buffer_names(stored, spec).values()))
         staging = bytearray(BLOCK_BYTES)
         for segment, tensor in wanted:
             entry = store.layouts[segment][tensor.name]
             for part in parts[tensor.name]:
                 _load_part(files, stored[part.name], store, segment, entry, part.start, staging)
+
+
+def read_buffers(folder: Path, spec: ModelSpec, files: Files | None = None) -> dict[str, tuple[str, torch.Tensor]]:
+    """The saved buffers of a folder, which training never changes: our name -> (its name there, the tensor as it is).
+
+    What the folder does not have is left out: it is the model's own constant.
+    """
+    files = files or Files()
+    names = files.names(folder)
+    if not spec.saved_buffers or (SINGLE not in names and INDEX not in names):
+        return {}
+    found = {}
+    staging = bytearray(BLOCK_BYTES)
+    with ExitStack() as closing:
+        stored = _open_all(folder, files, closing)
+        shapes = {tensor.name: tensor.shape for tensor in spec.saved_buffers}
+        for name, there in _buffer_names(stored, spec).items():
+            _check_part(Part(there, shapes[name], 0), stored[there])
+            info = stored[there].info
+            value = torch.empty(info.num_elements, dtype=DTYPES[info.dtype])
+            read_into(files, stored[there].fd, stored[there].path, info, value, staging)
+            found[name] = (there, value.reshape(info.shape))
+    return found
+
+
+def _buffer_names(stored: Collection[str], spec: ModelSpec) -> dict[str, str]:
+    """Our name -> its name among `stored`, of the saved buffers that are there."""
+    return {
+        tensor.name: name
+        for tensor in spec.saved_buffers
+        for name in (tensor.name, tensor.published)
+        if name is not None and name in stored
+    }
 
 
 def tensor_names(folder: Path, files: Files) -> Collection[str]:

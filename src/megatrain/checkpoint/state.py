@@ -24,6 +24,7 @@ from megatrain.checkpoint.experts import published
 from megatrain.checkpoint.export import (
     flat_pieces,
     model_tensors,
+    saved_buffers,
     shard_names,
     write_bytes,
     write_companions,
@@ -37,6 +38,8 @@ from megatrain.errors import CheckpointError
 from megatrain.models.spec import ModelSpec
 from megatrain.store import SegmentStore
 
+# Buffers that training never changes, as the base model's folder has them; the template reads them from there.
+BUFFERS = "model-buffers.safetensors"
 _STATE_KINDS = ("lo", "m", "v")
 # Name in the files -> (its part of a home buffer, its shape there).
 Homes = dict[str, tuple[torch.Tensor, tuple[int, ...]]]
@@ -66,6 +69,7 @@ class CheckpointWriter:
         self._names = () if tokenizer_source is None else tensor_names(tokenizer_source, self._files)
         with_weights = [segment.name for segment in spec.segments if segment.tensors]
         self._shards = dict(zip(with_weights, shard_names(len(with_weights)), strict=True))
+        self._buffers = saved_buffers(tokenizer_source, spec, self._files)
         self._commit: Commit | None = None
         self._missing: set[str] = set()
 
@@ -77,8 +81,11 @@ class CheckpointWriter:
         folder = self._commit.folder / "model"
         dtype = self._store.dtype("w")
         records = write_companions(self._files, folder, self._config, self._tokenizer_source, dtype)
+        if self._buffers:
+            records[BUFFERS] = write_tensors(self._files, folder / BUFFERS, self._buffers)
         if len(self._shards) > 1:
             shards = {shard: self._model_tensors(segment) for segment, shard in self._shards.items()}
+            shards |= {BUFFERS: self._buffers} if self._buffers else {}
             records[INDEX] = write_index(self._files, folder, shards)
         for name, record in records.items():
             self._commit.add(f"model/{name}", record)
@@ -175,7 +182,7 @@ def restore(store: SegmentStore, checkpoint: Checkpoint, files: Files | None = N
     homes = {"model": _model_homes(store, names), "state": _state_homes(store)}
     staging = bytearray(BLOCK_BYTES)
     for name in checkpoint.manifest["files"]:
-        if name.endswith(".safetensors"):
+        if name.endswith(".safetensors") and name != f"model/{BUFFERS}":
             _restore_file(files, checkpoint.path / name, homes[name.split("/")[0]], staging)
     missing = sorted([*homes["model"], *homes["state"]])
     if missing:

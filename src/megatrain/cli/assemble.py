@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from megatrain import __version__
 from megatrain.checkpoint import (
@@ -18,6 +18,7 @@ from megatrain.checkpoint import (
     CheckpointWriter,
     load_checkpoint,
     load_weights,
+    read_buffers,
     restore,
     write_hf_folder,
 )
@@ -35,11 +36,12 @@ from megatrain.cli.datasets import (
 from megatrain.config import RunConfig, read_config, resolved
 from megatrain.data import BatchPlan, MicroBatch, preview
 from megatrain.engine import Engine, Numerics
-from megatrain.errors import CheckpointError, ConfigError, ModelError
+from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import Machine
 from megatrain.hardware.probe import matmul_flops_per_s, probe
 from megatrain.memory import available_ram_bytes, cap_device_memory
 from megatrain.models import attention
+from megatrain.models.hf_folder import read_hf_config
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
@@ -74,7 +76,7 @@ def planned(config: RunConfig) -> Planned:
     transformers.logging.set_verbosity_error()
     machine = probe(config.device, Path(config.output_dir), available_ram_bytes())
     config = resolved(config, machine.device, machine.num_cores)
-    hf_config = hf_config_of(config)
+    hf_config = read_hf_config(Path(config.model))
     spec = model_spec(hf_config, freeze=config.freeze, allow_unproven=config.allow_unproven)
     if config.max_length > spec.max_positions:
         raise ConfigError(
@@ -85,18 +87,8 @@ def planned(config: RunConfig) -> Planned:
     return Planned(config, machine, hf_config, spec, plan, table)
 
 
-def hf_config_of(config: RunConfig) -> PreTrainedConfig:
-    """The model's config.json, as transformers reads it."""
-    if not (Path(config.model) / "config.json").is_file():
-        raise ModelError(
-            f"model {config.model!r} is no folder with a config.json; download it first "
-            "(for example: hf download ORG/NAME --local-dir FOLDER) and give that folder"
-        )
-    return AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
-
-
 def template_of(run: Planned) -> ModelTemplate:
-    """The model's own layers, without weights."""
+    """The model's own layers, without weights; buffers that its folder holds are filled."""
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
     template = ModelTemplate(
         run.hf_config,
@@ -106,6 +98,8 @@ def template_of(run: Planned) -> ModelTemplate:
         allow_unproven=run.config.allow_unproven,
         attn_implementation=attention.NAME if run.config.deterministic else attention.NAME_FAST,
     )
+    for name, (_, value) in read_buffers(Path(run.config.model), run.spec).items():
+        template.saved_buffers[name].copy_(value)
     if run.config.compile:
         template.compile_blocks()
     return template

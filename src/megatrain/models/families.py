@@ -29,8 +29,16 @@ class Family:
     final: tuple[str, ...] = ("norm",)  # run after the last layer, each maps one hidden state to one
     by_document: tuple[str, ...] = ()  # classes inside a layer that carry state along the tokens
     attends_by_document: tuple[str, ...] = ()  # attention classes that count positions from the start of the pack
+    renamed: tuple[tuple[str, str], ...] = ()  # (piece of our names, what published checkpoints have there)
     hands_over_window: bool = True  # False: the attention code does not pass its window on, so windows are refused
     others: int | None = None  # what a layer returns beside its hidden state: so many values, all None; None: no tuple
+
+
+_GRANITE_EXPERTS = (
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".router.weight", ".router.layer.weight"),
+)
 
 
 def _named(*families: Family) -> Mapping[str, Family]:
@@ -83,9 +91,13 @@ FAMILIES = _named(
     Family(
         "GPTBigCodeForCausalLM", "learned positions, one key head", backbone="transformer", layers="h", final=("ln_f",)
     ),
-    Family("GPTJForCausalLM", "partial rotary", backbone="transformer", layers="h", final=("ln_f",)),
-    Family("CodeGenForCausalLM", "partial rotary", backbone="transformer", layers="h", final=("ln_f",)),
-    Family("GPTNeoXForCausalLM", "parallel residual, partial rotary", backbone="gpt_neox", final=("final_layer_norm",)),
+    Family(
+        "GPTNeoXForCausalLM",
+        "parallel residual, partial rotary",
+        backbone="gpt_neox",
+        final=("final_layer_norm",),
+        renamed=(("lm_head.", "embed_out."),),
+    ),
     Family("OPTForCausalLM", "learned positions", backbone="model.decoder", final=("final_layer_norm",)),
     # Mixtures of experts.
     Family("MixtralForCausalLM", "experts, window"),
@@ -93,8 +105,8 @@ FAMILIES = _named(
     Family("Qwen3MoeForCausalLM", "experts, q and k norms"),
     Family("OlmoeForCausalLM", "experts, clipped projections"),
     Family("FlexOlmoForCausalLM", "experts, norms after"),
-    Family("GraniteMoeForCausalLM", "experts, multipliers"),
-    Family("GraniteMoeSharedForCausalLM", "experts, shared expert, multipliers"),
+    Family("GraniteMoeForCausalLM", "experts, multipliers", renamed=_GRANITE_EXPERTS),
+    Family("GraniteMoeSharedForCausalLM", "experts, shared expert, multipliers", renamed=_GRANITE_EXPERTS),
     Family("GraniteMoeSWAForCausalLM", "experts, sinks, window layers, rotary by layer, multipliers"),
     Family("GptOssForCausalLM", "experts with biases, router bias, sinks, window layers, YaRN"),
     Family("DeepseekV2ForCausalLM", "MLA, expert groups, shared expert, YaRN"),
@@ -103,21 +115,65 @@ FAMILIES = _named(
     Family("Glm4MoeLiteForCausalLM", "MLA, expert groups, score correction, shared expert"),
     Family("Dots1ForCausalLM", "expert groups, score correction, shared expert, window layers"),
     Family("SolarOpenForCausalLM", "expert groups, score correction, shared expert"),
-    Family("ExaoneMoeForCausalLM", "expert groups, score correction, shared expert, window layers"),
-    Family("Ernie4_5_MoeForCausalLM", "experts, score correction, shared expert"),
+    Family(
+        "ExaoneMoeForCausalLM",
+        "expert groups, score correction, shared expert, window layers",
+        renamed=((".mlp.gate.e_score", ".mlp.e_score"),),
+    ),
+    Family(
+        "Ernie4_5_MoeForCausalLM",
+        "experts, score correction, shared expert",
+        renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
+    ),
     Family("HunYuanMoEV1ForCausalLM", "experts, shared expert"),
-    Family("MiniMaxM2ForCausalLM", "experts, score correction, partial rotary"),
+    Family(
+        "MiniMaxM2ForCausalLM", "experts, score correction, partial rotary", renamed=((".mlp.", ".block_sparse_moe."),)
+    ),
     Family("AfmoeForCausalLM", "experts, shared expert, gated attention, window layers"),
     Family("JetMoeForCausalLM", "experts in attention and MLP"),
-    Family("AriaTextForCausalLM", "experts, shared expert"),
+    Family(
+        "AriaTextForCausalLM",
+        "experts, shared expert",
+        renamed=((".experts.gate_up_proj", ".experts.fc1.weight"), (".experts.down_proj", ".experts.fc2.weight")),
+    ),
     Family("Cohere2MoeForCausalLM", "experts, shared expert, parallel residual, window layers"),
     Family("MellumForCausalLM", "experts, window layers, rotary by layer type"),
-    Family("LagunaForCausalLM", "experts, shared expert, gated attention, window layers"),
-    Family("FlintForCausalLM", "experts, shared expert, sinks, window layers"),
-    Family("HYV3ForCausalLM", "experts, score correction, shared expert"),
-    Family("MiMoV2FlashForCausalLM", "experts, score correction, sinks, window layers, values of another size"),
-    Family("Kolibri1ForCausalLM", "experts, score correction, shared expert, window layers"),
-    Family("AXK1ForCausalLM", "MLA, expert groups, score correction, shared expert"),
+    Family(
+        "LagunaForCausalLM",
+        "experts, shared expert, gated attention, window layers",
+        renamed=((".shared_experts.", ".shared_expert."), (".gate.e_score", ".experts.e_score")),
+    ),
+    Family(
+        "FlintForCausalLM", "experts, shared expert, sinks, window layers", renamed=((".sinks", ".softmax_offset"),)
+    ),
+    Family(
+        "HYV3ForCausalLM",
+        "experts, score correction, shared expert",
+        renamed=(
+            (".mlp.gate.", ".mlp.router.gate."),
+            (".e_score_correction_bias", ".expert_bias"),
+            (".shared_experts.", ".shared_mlp."),
+        ),
+    ),
+    Family(
+        "MiMoV2FlashForCausalLM",
+        "experts, score correction, sinks, window layers, values of another size",
+        renamed=((".sinks", ".attention_sink_bias"),),
+    ),
+    Family(
+        "Kolibri1ForCausalLM",
+        "experts, score correction, shared expert, window layers",
+        renamed=(
+            (".post_self_attn_layernorm", ".post_attn_norm"),
+            (".post_mlp_layernorm", ".post_ffn_norm"),
+            (".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
+        ),
+    ),
+    Family(
+        "AXK1ForCausalLM",
+        "MLA, expert groups, score correction, shared expert",
+        renamed=((".mlp.post_mlp_layernorm", ".post_mlp_layernorm"),),
+    ),
     Family("LongcatFlashForCausalLM", "two MLA a layer, experts, experts that do nothing"),
     Family(
         "Llama4ForCausalLM",
@@ -133,7 +189,13 @@ FAMILIES = _named(
     Family("OlmoHybridForCausalLM", "gated delta rule", by_document=("OlmoHybridGatedDeltaNet",)),
     Family("LaraMiniForCausalLM", "gated delta rule, experts, windows", by_document=("LaraMiniGatedDeltaNet",)),
     Family("KimiLinearForCausalLM", "Kimi delta attention, MLA, experts", by_document=("KimiLinearDeltaAttention",)),
-    Family("Lfm3ForCausalLM", "short convolutions", final=("embedding_norm",), by_document=("Lfm3ShortConv",)),
+    Family(
+        "Lfm3ForCausalLM",
+        "short convolutions",
+        final=("embedding_norm",),
+        by_document=("Lfm3ShortConv",),
+        renamed=((".self_attn.g_proj", ".self_attn.gate_proj"),),
+    ),
     Family("Lfm2ForCausalLM", "short convolutions", final=("embedding_norm",), by_document=("Lfm2ShortConv",)),
     Family(
         "Lfm2MoeForCausalLM",
@@ -153,6 +215,7 @@ FAMILIES = _named(
         "GraniteMoeHybridForCausalLM",
         "Mamba 2 layers, experts, multipliers",
         by_document=("GraniteMoeHybridMambaLayer",),
+        renamed=_GRANITE_EXPERTS,
     ),
     Family("Mamba2ForCausalLM", "Mamba 2", backbone="backbone", final=("norm_f",), by_document=("Mamba2Mixer",)),
     Family("MambaForCausalLM", "Mamba", backbone="backbone", final=("norm_f",), by_document=("MambaMixer",)),
@@ -160,8 +223,18 @@ FAMILIES = _named(
         "FalconMambaForCausalLM", "Mamba", backbone="backbone", final=("norm_f",), by_document=("FalconMambaMixer",)
     ),
     Family("JambaForCausalLM", "Mamba layers, experts", final=("final_layernorm",), by_document=("JambaMambaMixer",)),
-    Family("NemotronHForCausalLM", "Mamba 2 layers, experts", final=("norm_f",), by_document=("NemotronHMamba2Mixer",)),
-    Family("MiniMaxForCausalLM", "lightning attention, experts", by_document=("MiniMaxLightningAttention",)),
+    Family(
+        "NemotronHForCausalLM",
+        "Mamba 2 layers, experts",
+        final=("norm_f",),
+        by_document=("NemotronHMamba2Mixer",),
+        renamed=(("model.", "backbone."),),
+    ),
+    Family(
+        "MiniMaxForCausalLM",
+        "lightning attention, experts",
+        by_document=("MiniMaxLightningAttention",),
+    ),
     Family(
         "RecurrentGemmaForCausalLM",
         "recurrent layers",
@@ -186,6 +259,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "GPTNeoForCausalLM": _OWN_ATTENTION,
         "GPTNeoXJapaneseForCausalLM": _OWN_ATTENTION,
         "XGLMForCausalLM": _OWN_ATTENTION,
+        "GPTJForCausalLM": f"in some versions of transformers {_OWN_ATTENTION}",
+        "CodeGenForCausalLM": f"in some versions of transformers {_OWN_ATTENTION}",
         "DogeForCausalLM": "its attention builds masks from the values, T x T",
         "RwkvForCausalLM": "it divides its weights in place, layer after layer",
         "PhimoeForCausalLM": "its router samples experts while training, so recomputation would choose others",
@@ -236,5 +311,5 @@ def family_of(architecture: str, allow_unproven: bool) -> Family:
         return Family(architecture, "unproven: allowed by the user")
     raise ModelError(
         f"architecture {architecture} is not proven (proven: {', '.join(FAMILIES)}); "
-        "train one of these, or pass --allow-unproven-architecture to run without the parity proof"
+        "train one of these, or set allow_unproven: true to run without the parity proof"
     )

@@ -18,6 +18,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     trainable: bool
     decay: bool  # weight decay applies (never on norms and biases)
+    published: str | None = None  # the name in published checkpoints, where transformers spells it otherwise
 
     @property
     def num_elements(self) -> int:
@@ -66,6 +67,7 @@ class ModelSpec:
     attention: tuple[AttentionShape, ...]  # one per block
     active_parameters: int
     max_positions: int
+    saved_buffers: tuple[TensorSpec, ...] = ()  # of the blocks: part of checkpoints, never trained, in no segment
 
     @property
     def blocks(self) -> tuple[SegmentSpec, ...]:

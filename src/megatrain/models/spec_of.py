@@ -38,7 +38,8 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
             continue
         segment, local = _place(name, family)
         trainable = not any(pattern.search(name) for pattern in patterns)
-        tensor = TensorSpec(name, local, tuple(parameter.shape), trainable, decay=name not in undecayed)
+        published = _published(name, family)
+        tensor = TensorSpec(name, local, tuple(parameter.shape), trainable, name not in undecayed, published)
         segments[segment].append(tensor)
     _check_freeze(patterns, [t for tensors in segments.values() for t in tensors])
     values = _values(model.config)
@@ -51,6 +52,7 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         attention=_attention(values, layers, family),
         active_parameters=_active_parameters(model, values, segments, tied_name is not None),
         max_positions=values.get("max_position_embeddings") or NO_LIMIT,
+        saved_buffers=_saved_buffers(model, family),
     )
 
 
@@ -93,6 +95,25 @@ def _place(name: str, family: Family) -> tuple[str, str]:
     return ("HEAD" if is_final else "EMBED"), inside
 
 
+def _published(name: str, family: Family) -> str | None:
+    """The name of a tensor in published checkpoints, if it is another."""
+    other = name
+    for ours, theirs in family.renamed:
+        other = other.replace(ours, theirs)
+    return None if other == name else other
+
+
+def _saved_buffers(model: PreTrainedModel, family: Family) -> tuple[TensorSpec, ...]:
+    """Buffers of the layers that checkpoints hold."""
+    path = f"{family.backbone}.{family.layers}."
+    saved = model.state_dict().keys()
+    return tuple(
+        TensorSpec(name, name.removeprefix(path), tuple(buffer.shape), False, False, _published(name, family))
+        for name, buffer in model.named_buffers()
+        if name in saved and name.startswith(path)
+    )
+
+
 def _tied_name(model: PreTrainedModel, family: Family) -> str | None:
     """The name of the output matrix if it is the embedding itself."""
     owners: dict[int, str] = {}
@@ -127,9 +148,11 @@ def _active_parameters(
     total = 0 if tied else -_embedding_elements(model)
     for index, tensors in enumerate(segments.values(), -1):  # EMBED comes first
         for tensor in tensors:
-            if num_experts and _is_of_experts(tensor, num_experts):
+            if num_experts and _is_of_experts(
+                tensor, (num_experts, num_experts + (values.get("zero_expert_num") or 0))
+            ):
                 count = chosen[index] if isinstance(chosen, list) else chosen
-                total += tensor.num_elements // num_experts * count
+                total += tensor.num_elements // tensor.shape[0] * count
             else:
                 total += tensor.num_elements
     return total
@@ -144,10 +167,10 @@ def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((values[name] for name in names if values.get(name) is not None), None)
 
 
-def _is_of_experts(tensor: TensorSpec, num_experts: int) -> bool:
-    """One slice an expert: matrices in three dimensions, biases in two."""
+def _is_of_experts(tensor: TensorSpec, counts: Sequence[int]) -> bool:
+    """One slice an expert: matrices in three dimensions, biases in two. Experts that do nothing may have slices too."""
     num_dimensions = 2 if tensor.local.endswith("_bias") else 3
-    is_stack = len(tensor.shape) == num_dimensions and tensor.shape[0] == num_experts
+    is_stack = len(tensor.shape) == num_dimensions and tensor.shape[0] in counts
     return is_stack and "conv" not in tensor.local
 
 

@@ -75,7 +75,7 @@ class ModelTemplate:
         self._trainable = {s.name: frozenset(t.local for t in s.tensors if t.trainable) for s in self.spec.segments}
         self.tail_names, self.output_names = self._split_head(model)
         self._call_block: BlockCall = _call_block
-        self.saved_buffers: Mapping[str, Tensor] = _saved_buffers(self._layers, f"{family.backbone}.{family.layers}")
+        self.saved_buffers: Mapping[str, Tensor] = self._find_buffers(f"{family.backbone}.{family.layers}")
         self._by_document = bool(family.by_document + family.attends_by_document)
         self._chunk_tokens: int | None = chunk_tokens_of(model.config)
 
@@ -83,6 +83,11 @@ class ModelTemplate:
         recorders = nn.ModuleList(Recorder(layer, self._tape, self._others) for layer in self._layers)
         backbone.set_submodule(layers_path, recorders)
         return backbone
+
+    def _find_buffers(self, path: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the buffer itself, to be filled in place, of the spec's saved buffers."""
+        found = {f"{path}.{i}.{name}": b for i, layer in enumerate(self._layers) for name, b in layer.named_buffers()}
+        return {tensor.name: found[tensor.name] for tensor in self.spec.saved_buffers}
 
     def _split_head(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
         """Local names of HEAD's tensors that `tail` takes, and of those that `logits` takes."""
@@ -174,16 +179,6 @@ class ModelTemplate:
         """logits_1CV of h_chunk_1CD, a piece of the tail's result: the output matrix, logit scale and soft-cap."""
         weights = {name: w[name] for name in self.output_names}
         return functional_call(self._output, weights, (), {"inputs_embeds": h_chunk, "use_cache": False}).logits
-
-
-def _saved_buffers(layers: Sequence[nn.Module], path: str) -> dict[str, Tensor]:
-    """Checkpoint name -> buffer of the layers that checkpoints hold; to be filled in place."""
-    return {
-        f"{path}.{index}.{name}": buffer
-        for index, layer in enumerate(layers)
-        for name, buffer in layer.named_buffers()
-        if name in layer.state_dict()
-    }
 
 
 def _own_weights(backbone: nn.Module, family: Family) -> list[str]:
