@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from megatrain.engine import Engine, Numerics, StepResult
 from megatrain.engine.chaos import Chaos
 from megatrain.models.batch import TokenBatch
-from megatrain.models.layout import layout_of
+from megatrain.models.layout import embedding_of, layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
@@ -53,7 +53,14 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         return replace(plan, state="hbm") if at_home else plan
 
     segments = tuple(segment(s.name, s.kind, any(t.trainable for t in s.tensors)) for s in spec.segments)
-    return Plan(segments, spec.tied, placement.weight_slots, placement.grad_slots, placement.round_micro_batches)
+    return Plan(
+        segments,
+        spec.tied,
+        placement.weight_slots,
+        placement.grad_slots,
+        placement.round_micro_batches,
+        embedding_of(spec).trainable,
+    )
 
 
 class Streamed:

@@ -154,6 +154,40 @@ def test_a_save_finds_every_home_final(placement):
         each.close()
 
 
+def test_after_a_failed_program_nothing_is_trained_evaluated_or_saved():
+    config = tiny_config("llama")
+    run = Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="fp32")
+    good = batches()
+    run.train(good[:1], HYPERS[:1])
+    broken = good[1][0]._replace(input_ids_T=good[1][0].input_ids_T + 10_000)
+    with pytest.raises(IndexError):
+        run.train([[broken]], HYPERS[1:2])
+    for reuse in (run.engine.flush, lambda: run.engine.save(print), lambda: run.engine.evaluate(good[0])):
+        with pytest.raises(RuntimeError, match="resume from a checkpoint"):
+            reuse()
+    run.close()
+
+
+def test_layer_calls_are_dropped_at_their_last_use():
+    config = tiny_config("gemma3")
+    run = Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="fp32")
+    run.train(batches()[:1], HYPERS[:1])
+    assert run.engine._handlers.step.calls == {}
+    run.engine.evaluate(batches()[0])
+    assert run.engine._handlers.step.calls == {}
+    run.close()
+
+
+def test_an_evaluation_in_rounds_is_the_sum_of_its_micro_batches():
+    config = tiny_config("llama")
+    run = Streamed(
+        config, tiny_masters(model_spec(config)), TOKENS, precision="fp32", placement=Placement(round_micro_batches=2)
+    )
+    one_by_one = [run.engine.evaluate([batch]) for batch in batches()[0]]
+    assert run.engine.evaluate(batches()[0]) == sum(one_by_one)
+    run.close()
+
+
 @pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1]])
 def test_a_non_finite_step_applies_nothing(placement):
     config = tiny_config("llama")
@@ -168,6 +202,22 @@ def test_a_non_finite_step_applies_nothing(placement):
     assert same_bytes(before, run.state()) == []
     assert run.engine.applied_steps == 0
     run.close()
+
+
+def test_a_tied_embedding_can_be_frozen_beside_trained_positions():
+    config = tiny_config("gpt2")
+    masters = tiny_masters(model_spec(config))
+    freeze = ["wte"]
+    run = Streamed(config, masters, TOKENS, precision="fp32", freeze=freeze)
+    run.train(batches(), HYPERS)
+    state = run.state()
+    run.close()
+    want = reference.train(
+        config, masters, batches(), HYPERS, precision="fp32", max_grad_norm=1.0, chunk_tokens=CHUNK_TOKENS,
+        attn_implementation="megatrain", freeze=freeze,
+    )  # fmt: skip
+    assert same_bytes(state, want.state) == []
+    assert state["transformer.wte.weight"][0].tobytes() == masters["transformer.wte.weight"].tobytes()
 
 
 def test_frozen_tensors_keep_every_bit_and_have_no_state():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from megatrain.schedule import (
     rounds,
     to_text,
 )
+from megatrain.schedule.ops import TIED_GRAD
 from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of, plans, runs_of, sequences
 from tests.schedule.symbols import Terms, in_order, reference
 
@@ -87,6 +89,15 @@ def test_a_tied_embedding_is_merged_once_and_measured_after() -> None:
     assert of_embed == [Kind.MERGE, Kind.NORM, Kind.DRAIN]
     frozen = build(plan_of(tied=True, frozen=["EMBED"]), "train", 2, False)
     assert not any(p.pool == "tied.grad" for op in frozen for p in op.writes)
+
+
+def test_a_frozen_tied_embedding_beside_trained_tensors_has_no_sum_of_its_own() -> None:
+    plan = replace(plan_of(tied=True), embedding_trainable=False)
+    runs = runs_of(plan, ["train", "train"])
+    check(runs, plan)
+    ops = runs[0].schedule
+    assert [op for op in ops if op.kind == Kind.MERGE or TIED_GRAD in op.writes] == []
+    assert [op.segment for op in ops if op.kind == Kind.EMBED_BACKWARD] == ["EMBED"] * 2
 
 
 def test_updates_are_the_prologue_of_whatever_comes_next() -> None:

@@ -19,6 +19,7 @@ from megatrain.engine.trace import Trace
 from megatrain.models.batch import TokenBatch
 from megatrain.models.template import ModelTemplate
 from megatrain.schedule.build import Program, build
+from megatrain.schedule.liveness import dead_after
 from megatrain.schedule.ops import Place, Schedule
 from megatrain.schedule.plan import Plan
 from megatrain.store.store import SegmentStore
@@ -86,6 +87,7 @@ class Engine:
         else:
             self._executor = Executor(chaos.lanes(device), chaos.table(self._handlers.table, places.poison))
         self._pending = False
+        self._failed: BaseException | None = None
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
 
     def train_step(self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW) -> StepResult:
@@ -119,12 +121,19 @@ class Engine:
         )
 
     def evaluate(self, micro_batches: Sequence[TokenBatch]) -> float:
-        """Sum of the token losses of `micro_batches`, with every pending update applied first."""
-        step = Step(micro_batches=[self._place(batch) for batch in micro_batches])
-        self._run("eval", step)
-        self._pending = False
-        names = [str(Place("loss", "", m)) for m in range(len(micro_batches))]
-        return sum(values[0] for values in self._handlers.scalars.get(names))
+        """Sum of the token losses of `micro_batches`, with every pending update applied first.
+
+        A program a round: a long evaluation set needs no more memory than a short one.
+        """
+        total = 0.0
+        for start in range(0, len(micro_batches), self.plan.round_micro_batches):
+            group = micro_batches[start : start + self.plan.round_micro_batches]
+            self._run("eval", Step(micro_batches=[self._place(batch) for batch in group]))
+            self._pending = False
+            names = [str(Place("loss", "", m)) for m in range(len(group))]
+            for (loss,) in self._handlers.scalars.get(names):
+                total += loss
+        return total
 
     def save(self, write_segment: Callable[[str], None]) -> None:
         """Apply every pending update and call `write_segment(name)` for each segment as soon as it is final."""
@@ -149,11 +158,21 @@ class Engine:
         return self._schedules[key]
 
     def _run(self, program: Program, step: Step) -> None:
-        self._handlers.step = step
+        if self._failed is not None:
+            # some of its updates may have run and some not: nothing may be trained, evaluated or saved from this state
+            raise RuntimeError(
+                "the engine stopped in the middle of a program; resume from a checkpoint"
+            ) from self._failed
         schedule = self.schedule(program, len(step.micro_batches))
+        step.last_use = {id(op): dead for op, dead in zip(schedule, dead_after(schedule), strict=True)}
+        self._handlers.step = step
         if self._chaos is not None:
             self._chaos.begin(schedule)
-        self.trace = self._executor.run(schedule)
+        try:
+            self.trace = self._executor.run(schedule)
+        except BaseException as error:
+            self._failed = error
+            raise
 
     def _place(self, batch: TokenBatch) -> TokenBatch:
         return TokenBatch(*(tensor.to(self._device) for tensor in batch))

@@ -5,7 +5,7 @@ Legend: T tokens of a micro-batch, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +46,7 @@ class Step:
     write_segment: Callable[[str], None] | None = None
     calls: dict[int, LayerCalls] = field(default_factory=dict)
     kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
+    last_use: Mapping[int, Sequence[Place]] = field(default_factory=dict)  # id(op) -> what nobody needs after it
 
 
 class Handlers:
@@ -139,6 +140,13 @@ class Handlers:
         else:
             out = self.template.block(index, weights, h, calls)
         self.places.hidden(op.writes[0]).copy_(out.detach())
+        self._release(op)
+
+    def _release(self, op: Op) -> None:
+        """Drop the layer calls (rotary tables, masks) that `op` is the last to use."""
+        for place in self.step.last_use.get(id(op), ()):
+            if place.pool == "call" and place.micro_batch is not None:
+                del self.step.calls[place.micro_batch]
 
     def _head(self, op: Op) -> tuple[TokenBatch, dict[str, Tensor], Tensor]:
         _, batch = self._batch(op)
@@ -190,6 +198,7 @@ class Handlers:
             index, h = self.block_index[op.segment], self.places.hidden(op.reads[1])
             dx = block_backward(self.template, index, weights, grads, h, self.step.calls[m], dh)
         dh.copy_(dx)
+        self._release(op)
 
     def embed_backward(self, op: Op) -> None:
         _, batch = self._batch(op)

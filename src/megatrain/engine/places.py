@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.device import DeviceArena
-from megatrain.models.layout import Layout
+from megatrain.models.layout import Layout, embedding_of
 from megatrain.models.spec import ModelSpec
 from megatrain.schedule.ops import TIED_GRAD, Place
 from megatrain.schedule.plan import Plan
 from megatrain.store.store import SegmentStore
-
-
-def embedding_name(layout: Layout, spec: ModelSpec) -> str:
-    """Checkpoint name of the embedding table in EMBED's layout: the tensor a tied HEAD multiplies by."""
-    for entry in layout.entries:
-        if entry.tensor.shape == (spec.vocab_size, spec.hidden_size):
-            return entry.tensor.name
-    raise AssertionError("EMBED holds no (vocabulary, hidden) tensor")
 
 
 def place_bytes(
@@ -44,9 +36,8 @@ def place_bytes(
         if segment.streams_state:
             kinds_bytes = {"lo": 2, "m": 4, "v": 4} if compute_bytes == 2 else {"m": 4, "v": 4}
             table |= {f"s.{segment.name}.{kind}": layout.num_trainable * size for kind, size in kinds_bytes.items()}
-    embed = plan.segments[0]
-    if plan.tied and embed.trainable:
-        table[str(TIED_GRAD)] = layouts[embed.name][embedding_name(layouts[embed.name], spec)].tensor.num_elements * 4
+    if plan.has_tied_grad:
+        table[str(TIED_GRAD)] = embedding_of(spec).num_elements * 4
     boundary_bytes = micro_batch_tokens * spec.hidden_size * compute_bytes
     for m in range(plan.round_micro_batches):
         table |= {f"act.{i}.{m}": boundary_bytes for i in range(len(plan.blocks) + 1)}
@@ -74,8 +65,7 @@ class Places:
         self._resident = {s.name for s in plan.segments if s.state == "hbm"}
         table = place_bytes(spec, plan, store.layouts, compute_dtype.itemsize, micro_batch_tokens)
         self.arena = DeviceArena(table, device)
-        embed = store.layouts["EMBED"]
-        self.tied = embed[embedding_name(embed, spec)] if plan.tied else None
+        self.tied = store.layouts["EMBED"][embedding_of(spec).name] if plan.tied else None
         self._views: dict[tuple[Place, str], dict[str, Tensor]] = {}
 
     def flat(self, place: Place, segment: str) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.models.spec import SegmentSpec, TensorSpec
+from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
 
 ALIGN_ELEMENTS = 128
 
@@ -56,6 +56,14 @@ class Layout:
 
 def _padded(num_elements: int) -> int:
     return -(-num_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
+def embedding_of(spec: ModelSpec) -> TensorSpec:
+    """The token embedding: the tensor of EMBED that a tied HEAD multiplies by."""
+    for tensor in spec.segments[0].tensors:
+        if tensor.shape == (spec.vocab_size, spec.hidden_size):
+            return tensor
+    raise AssertionError("EMBED holds no (vocabulary, hidden) tensor")
 
 
 def layout_of(segment: SegmentSpec) -> Layout:

@@ -10,7 +10,7 @@ from megatrain.config import RunConfig
 from megatrain.config_values import format_size
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
-from megatrain.models.layout import layout_of
+from megatrain.models.layout import embedding_of, layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.sizes import Shapes, resolved_tokens, shapes_of
@@ -100,6 +100,7 @@ def _streamed(question: _Question, round_micro_batches: int, activations: Litera
         weight_slots=question.config.weight_slots or 2,
         grad_slots=2,
         round_micro_batches=round_micro_batches,
+        embedding_trainable=embedding_of(question.shapes.spec).trainable,
     )
 
 

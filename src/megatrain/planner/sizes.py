@@ -76,7 +76,7 @@ def pool_bytes(shapes: Shapes, plan: Plan) -> tuple[int, int]:
 
 def tied_gradient_bytes(shapes: Shapes, plan: Plan) -> int:
     """The head's own sum for a tied embedding."""
-    if not (plan.tied and plan.segments[0].trainable):
+    if not plan.has_tied_grad:
         return 0
     return shapes.spec.vocab_size * shapes.spec.hidden_size * 4
 

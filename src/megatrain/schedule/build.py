@@ -78,7 +78,7 @@ class _Pass:
         self.visits = tuple(self._visits())
         self.weights = WeightSlots(plan, self.visits, pending_update)
         self.grads = GradSlots(plan, self.visits if self.train else ())
-        self.tied_grad = (TIED_GRAD,) if self.train and plan.tied and self.embed.trainable else ()
+        self.tied_grad = (TIED_GRAD,) if self.train and plan.has_tied_grad else ()
 
     def _visits(self) -> Iterator[Visit]:
         num_blocks = len(self.plan.blocks)

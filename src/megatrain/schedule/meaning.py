@@ -110,7 +110,7 @@ class Meaning:
         self.weight_places = {s.name: {Place("w", s.name)} if s.weights == "own" else shared_w for s in plan.segments}
         self.grad_places = {s.name: {Place("g", s.name)} if s.grads == "own" else shared_g for s in plan.segments}
         self.lowest = min((self.number_of[s.name] for s in self.trainable), default=len(plan.segments))
-        self.has_tied_grad = plan.tied and plan.segments[0].trainable
+        self.has_tied_grad = plan.has_tied_grad
         self._of_micro_batch: dict[Kind, Callable[[SegmentPlan, int], Need]] = {
             Kind.EMBED: self._embed,
             Kind.FORWARD: self._forward,

@@ -32,7 +32,7 @@ class Kind(StrEnum):
     EMBED       r: weights                                  w: act.0.m, call.m        (recorded layer calls)
     FORWARD     r: weights, act.i.m, call.m                 w: act.i+1.m [, kept.i.m]
     HEAD        r: weights [, w.EMBED if tied], act.L.m, gradient slot [, tied.grad]
-                w: dact.m, loss.m, gradient slot [, tied.grad]      (tied.grad: if tied and EMBED is trainable)
+                w: dact.m, loss.m, gradient slot [, tied.grad]      (tied.grad: if tied and the embedding is trained)
     LOSS        r: weights [, w.EMBED if tied], act.L.m     w: loss.m                 (evaluation: no backward)
     BACKWARD    r: weights, act.i.m, call.m, dact.m, gradient slot [, kept.i.m]   w: dact.m, gradient slot
     EMBED_BACKWARD r: weights, dact.m, gradient slot        w: gradient slot

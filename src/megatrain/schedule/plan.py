@@ -51,14 +51,20 @@ class Plan:
     """The chosen placement of a run. `segments` in travel order: EMBED, L000 …, HEAD."""
 
     segments: tuple[SegmentPlan, ...]
-    tied: bool
+    tied: bool  # HEAD multiplies by the embedding, so it reads EMBED too
     weight_slots: int  # shared slots W0 … for blocks, >= 2 when more than one block is "pool"
     grad_slots: int  # shared slots G0 …
     round_micro_batches: int  # at most this many micro-batches go through the layers together
+    embedding_trainable: bool = True  # False: frozen, though other tensors of EMBED may be trained
 
     @property
     def blocks(self) -> tuple[SegmentPlan, ...]:
         return self.segments[1:-1]
+
+    @property
+    def has_tied_grad(self) -> bool:
+        """Whether HEAD sums a gradient of the embedding, to be merged with EMBED's own."""
+        return self.tied and self.embedding_trainable and self.segments[0].trainable
 
     @property
     def lowest_trainable(self) -> int:
