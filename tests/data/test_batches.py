@@ -55,7 +55,10 @@ def split(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
     found = []
     for document in range(int(ids_T[-1]) + 1):
         where = ids_T == document
-        assert batch.position_ids_T[where].tolist() == list(range(int(where.sum())))
+        positions = np.arange(int(where.sum()))
+        if document == num_documents:      # padding: its positions stay within those of real documents
+            positions %= int(np.unique(ids_T[:batch.num_tokens], return_counts=True)[1].max())
+        assert batch.position_ids_T[where].tolist() == positions.tolist()
         found.append((batch.input_ids_T[where].tolist(), batch.labels_T[where].tolist()))
     assert batch.num_tokens == sum(len(ids) for ids, _ in found[:num_documents])
     assert all(label == -100 for _, labels in found[num_documents:] for label in labels)

@@ -24,14 +24,15 @@ from megatrain.errors import ConfigError, DataError
 IGNORED = -100
 EVAL_GROUP_ROWS = 256
 ROW_SHUFFLE, MIX_SHUFFLE = 1, 2     # tell the shuffles of packed rows and of mixed datasets from that of samples
-PLAN_VERSION = 1        # of everything that decides what a step holds: part of the fingerprint
+PLAN_VERSION = 2        # of everything that decides what a step holds: part of the fingerprint
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What one template call sees: T = micro_batch_tokens tokens, the last ones possibly padding.
 
-    Every document (and the padding, as one more) has its own number and positions from 0. Labels are shifted:
+    Every document (and the padding, as one more) has its own number. Positions start at 0 in each, and those of the
+    padding again and again, so that none is larger than a real one. Labels are shifted:
     `labels_T[t]` is the token to predict at t, or -100; a document's last token predicts nothing.
     """
     input_ids_T: np.ndarray         # int64
@@ -195,7 +196,10 @@ class _Assembler:
             trained = dataset.trained(start + 1, start + length)
             labels_T[at:at + length - 1] = np.where(trained, tokens[1:], IGNORED)
             at += length
-        position_ids_T[at:] = np.arange(self._size - at)
+        # No position beyond those of real documents: learned positions end there, and rotary scalings that look at the
+        # largest position of a pack (dynamic, LongRoPE) would change real tokens for the padding's sake.
+        longest = int(self._pieces.lengths[pieces].max())
+        position_ids_T[at:] = np.arange(self._size - at) % longest
         return MicroBatch(input_ids_T, position_ids_T, document_ids_T, labels_T, num_tokens=at,
                           num_supervised=int(np.count_nonzero(labels_T != IGNORED)),
                           sample_ids=tuple(self._pieces.sample_ids[pieces].tolist()))
