@@ -9,7 +9,7 @@ from torch import Tensor
 from megatrain.models.batch import TokenBatch
 from megatrain.models.template import ModelTemplate
 from tests import reference
-from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
+from tests.families import CASES, FAMILIES, tiny_batch, tiny_buffers, tiny_config, tiny_masters
 from tests.models.streamed import Homes, streamed_logits, streamed_step
 from tests.reference import EMBEDDING, OUTPUT, compute_weight
 
@@ -61,3 +61,27 @@ def test_streamed_equals_whole_model(family: str, compiled: bool) -> None:
         assert streamed.keys() == sums.keys()
         for name, total in sums.items():
             assert torch.equal(streamed[name], total), (keep, name, (streamed[name] - total).abs().max())
+
+
+SMALL = (tiny_batch([90, 30, 8], seed=0), tiny_batch([28, 100], seed=1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_accepted_family_streams_as_it_is(case: str) -> None:
+    """Eager, bf16, recomputed and kept: every family of the registry, bit for bit."""
+    template = ModelTemplate(tiny_config(case), GPU, torch.bfloat16)
+    masters, buffers = tiny_masters(template.spec), tiny_buffers(template)
+    for name, buffer in template.saved_buffers.items():
+        buffer.copy_(buffers[name])
+    run = reference.whole(tiny_config(case), torch.bfloat16, "megatrain", "cuda")
+    weights = {name: compute_weight(master, "bf16") for name, master in masters.items()}
+    tied = {OUTPUT: weights[template.spec.segments[0].tensors[0].name]} if template.spec.tied else {}
+    reference.set_state(run.model, weights | tied, {name: value.cuda() for name, value in buffers.items()})
+    micro_batches = [TokenBatch(*(t.to(GPU) for t in batch)) for batch in SMALL]
+    sums = {name: torch.zeros(p.shape, device=GPU) for name, p in run.model.named_parameters()}
+    loss = sum(float(reference.add_gradients(run, batch, sums, SCALE, CHUNK_TOKENS)) for batch in micro_batches)
+    for keep in (False, True):
+        homes = Homes(template, masters, "bf16")
+        assert streamed_step(template, homes, micro_batches, SCALE, CHUNK_TOKENS, keep) == loss
+        for name, total in homes.gradients().items():
+            assert torch.equal(total, sums[name]), (keep, name, (total - sums[name]).abs().max())
