@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +93,15 @@ def test_resume_has_the_bits_of_a_run_never_stopped(run_config: Path, tmp_path: 
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_run_folder_may_have_any_name(run_config: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "run #1: 'a', {b}"
+    assert megatrain("train", run_config, "max_steps=2") == 0
+    (tmp_path / "run").rename(odd)
+    assert megatrain("resume", odd, "max_steps=2") == 0
+    assert megatrain("export", odd, tmp_path / "out") == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
+
+
 def test_resume_refuses_changes_by_name(run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert megatrain("train", run_config, "max_steps=2") == 0
     assert megatrain("resume", tmp_path / "run", "max_steps=4") == 2
@@ -159,3 +170,35 @@ def test_data_preview_marks_what_is_trained(run_config: Path, capsys: pytest.Cap
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert megatrain("--version") == 0
     assert capsys.readouterr().out.startswith("megatrain 0.")
+
+
+def test_an_early_interrupt_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a run listens for signals."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatrain.cli.main.app", interrupted)
+    assert megatrain("plan", "my.yaml") == 130
+    assert capsys.readouterr().err == "megatrain: interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json"])
+def test_a_damaged_model_folder_is_one_sentence(
+    tiny_model: Path, run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / name).write_text("{")
+    assert megatrain("train", run_config, f"model={folder}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megatrain: {folder}")
+    assert error.count("\n") == 1
+
+
+def test_a_terminal_without_utf8_shows_question_marks(run_config: Path) -> None:
+    command = [sys.executable, "-c", "from megatrain.cli.main import main; main()", "data", "preview", str(run_config)]
+    shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert shown.returncode == 0, shown.stderr
+    assert "?" in shown.stdout

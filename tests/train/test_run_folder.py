@@ -59,6 +59,11 @@ def test_metrics_after_the_saved_step_are_cut(tmp_path: Path) -> None:
         folder.metrics.write_text("".join(lines) + '{"step": 5, "lo')
         folder.cut_metrics(2)
         assert folder.metrics.read_text() == "".join(lines[:2])
+        folder.metrics.write_bytes(lines[0].encode() + b"\x00" * 64 + b"\n[1]\n\xff\n" + lines[1].encode())
+        folder.cut_metrics(2)
+        assert folder.metrics.read_text() == "".join(lines[:2])
+        folder.cut_metrics(0)
+        assert folder.metrics.read_text() == ""
 
 
 def test_a_torn_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

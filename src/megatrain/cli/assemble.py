@@ -251,33 +251,14 @@ def _train_in(
 
 def resume_run(path: Path, words: Sequence[str], allowed: frozenset[str]) -> int:
     """Go on with the run in `path`; the folder may have been moved."""
-    config = read_config(run_config_file(path), [*words, f"output_dir={path.absolute()}"])
-    return train_config(config, allowed, must_resume=True)
+    return train_config(run_config(path, words), allowed, must_resume=True)
 
 
-def run_config_file(path: Path) -> Path:
-    """config.yaml of a run folder."""
+def run_config(path: Path, words: Sequence[str] = ()) -> RunConfig:
+    """The config of a run folder, with `key=value` words, for where the folder is now."""
     if not (path / "config.yaml").is_file():
         raise CheckpointError(f"{path} is no run folder: it has no config.yaml")
-    return path / "config.yaml"
-
-
-def export_run(path: Path, target: Path, dtype: str) -> int:
-    """Write the newest model of a run to a new folder."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype not in dtypes:
-        raise ConfigError(f"dtype {dtype!r} is not known; use float32 or bfloat16")
-    config = read_config(run_config_file(path), [f"output_dir={path.absolute()}", "device=cpu", "compile=false"])
-    checkpoint = load_checkpoint(path, "auto")
-    if checkpoint is None:
-        raise CheckpointError(f"{path} holds no checkpoint to export")
-    run = planned(config)
-    store = store_of(run)
-    restore(store, checkpoint)
-    write_hf_folder(target, store, run.spec, run.hf_config, checkpoint.path / "model", dtype=dtypes[dtype])
-    store.close()
-    print(f"step {checkpoint.step} of {path} as {dtype}: {target}")
-    return 0
+    return read_config(path / "config.yaml", words).model_copy(update={"output_dir": str(path.absolute())})
 
 
 def versions() -> dict[str, str]:

@@ -8,9 +8,9 @@ from typing import get_args
 import torch
 
 from megatrain.checkpoint import open_step, restore, saved_steps, write_dcp_folder, write_hf_folder
-from megatrain.cli.assemble import planned, store_of
+from megatrain.cli.assemble import planned, run_config, store_of
 from megatrain.cli.opened import is_run, steps_of
-from megatrain.config import RunConfig, read_config
+from megatrain.config import RunConfig
 from megatrain.config_values import parse_size
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.optim import AdamW
@@ -35,7 +35,7 @@ def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: s
     steps = saved_steps(path)
     if step in ("base", "all") or not steps:
         raise CheckpointError(f"{path} holds no checkpoint to export{'' if not steps else f' by the name {step}'}")
-    config = read_config(path / "config.yaml", [f"output_dir={path.absolute()}", "device=cpu", "compile=false"])
+    config = run_config(path, ["device=cpu", "compile=false"])
     checkpoint = open_step(path, steps_of(path, step, steps)[0])
     source = checkpoint.path / "model"
     run = planned(config.model_copy(update={"model": str(source), "activations": "recompute", "save_strategy": "no"}))

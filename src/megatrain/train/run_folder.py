@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,12 +78,15 @@ class RunFolder:
             )
 
     def cut_metrics(self, last_step: int) -> None:
-        """Drop metrics of steps after `last_step`: they were not saved and will be trained again."""
+        """Drop metrics of steps after `last_step`: they were not saved and will be trained again.
+
+        Lines that a crash left torn or filled with zeros are dropped too; `last_step` 0 is a run from its start.
+        """
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text("utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
-        replace_text(self.metrics, "".join(kept))
+        lines = self.metrics.read_text("utf-8", errors="replace").split("\n")
+        kept = [line for line in lines if 0 < last_step and _step_of(line) <= last_step]
+        replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     def close(self) -> None:
         """Give the folder free."""
@@ -105,3 +109,12 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics; infinity if it is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return math.inf
+    return row["step"] if isinstance(row, dict) and "step" in row else math.inf
