@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from megatrain.models.batch import TokenBatch
 from megatrain.models.documents import Packing, run_by_document
 from megatrain.models.families import FAMILIES
 from megatrain.models.loss import chunked_backward
+from megatrain.models.neftune import with_noise
 from megatrain.models.recorders import GivenBackbone
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import spec as optim
@@ -116,6 +118,23 @@ def hidden_states(whole: Whole, batch: TokenBatch) -> Tensor:
     ).last_hidden_state
 
 
+@contextmanager
+def noise(whole: Whole, batch: TokenBatch, neftune: tuple[float, int] | None, step: int, index: int) -> Iterator[None]:
+    """While entered, the first layer gets its hidden state with the noise of this micro-batch. (alpha, seed)"""
+    if neftune is None:
+        yield
+        return
+    family = FAMILIES[type(whole.model).__name__]
+    first = whole.model.get_submodule(f"{family.backbone}.{family.layers}")[0]
+
+    def disturb(_layer: nn.Module, given: tuple[Tensor, ...], words: dict[str, Any]) -> tuple[Any, Any]:
+        return (with_noise(given[0], batch, *neftune, step, index), *given[1:]), words
+
+    handle = first.register_forward_pre_hook(disturb, with_kwargs=True)
+    yield
+    handle.remove()
+
+
 def add_gradients(
     whole: Whole,
     batch: TokenBatch,
@@ -159,6 +178,7 @@ def train(
     prepare: Callable[[nn.Module], None] = lambda _model: None,  # for example: compile the layers
     buffers: Mapping[str, Tensor] = MappingProxyType({}),  # saved buffers by checkpoint name
     label_smoothing: float = 0.0,
+    neftune: tuple[float, int] | None = None,  # (alpha, seed)
 ) -> Result:
     """Train for len(steps) steps. A step with a non-finite loss or gradient applies nothing and is not counted."""
     spec = model_spec(config, freeze=freeze)
@@ -175,7 +195,7 @@ def train(
     w = {name: np.array(master, dtype=np.float32) for name, master in masters.items()}
     m, v = ({name: np.zeros_like(master) for name, master in w.items()} for _ in range(2))
     losses, norms, applied = [], [], 0
-    for micro_batches, hyper in zip(steps, hypers, strict=True):
+    for step, (micro_batches, hyper) in enumerate(zip(steps, hypers, strict=True), start=1):
         sums = {}
         for name, parameter in model.named_parameters():
             parameter.data.copy_(compute_weight(w[tensors[name].name], precision))
@@ -183,7 +203,10 @@ def train(
             if tensors[name].trainable:
                 sums[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         denominator = sum(int((batch.labels_T >= 0).sum()) for batch in micro_batches)
-        loss = sum(add_gradients(run, b, sums, 1.0 / denominator, chunk_tokens, label_smoothing) for b in micro_batches)
+        loss = torch.zeros((), dtype=torch.float64)
+        for index, b in enumerate(micro_batches):
+            with noise(run, b, neftune, step, index):
+                loss = loss + add_gradients(run, b, sums, 1.0 / denominator, chunk_tokens, label_smoothing).cpu()
         if spec.tied and OUTPUT in sums:
             sums[embedding] += sums.pop(OUTPUT)
         g = {name: total.cpu().numpy() for name, total in sums.items()}

@@ -79,6 +79,9 @@ class RunConfig(BaseModel):
     label_smoothing_factor: float = _key(
         0.0, "optimisation", "part of each target spread over the whole vocabulary; evaluation has none", ge=0, lt=1
     )
+    neftune_noise_alpha: float | None = _key(
+        None, "optimisation", "NEFTune: noise on embeddings while training, 5 is usual; null: none", gt=0
+    )
     freeze: tuple[str, ...] = _key((), "optimisation", "regular expressions; matching parameters are not trained")
     early_stopping_patience: int | None = _key(
         None, "output", "evaluations in a row without a better loss after which the run ends; null: never", ge=1

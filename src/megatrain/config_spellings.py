@@ -25,6 +25,7 @@ ALIASES = {
     "max_norm": "max_grad_norm",
     "gradient_clipping": "max_grad_norm",
     "label_smoothing": "label_smoothing_factor",
+    "neftune_alpha": "neftune_noise_alpha",
     "output_path": "output_dir",
     "global_batch_size": "train_batch_size",
 }

@@ -117,11 +117,21 @@ def test_loss_on_chosen_roles_and_smoothing(run_config: Path, tmp_path: Path) ->
     assert figures(tmp_path / "smooth") != figures(tmp_path / "plain")
 
 
+def test_noise_on_embeddings_is_that_of_the_step_after_a_resume(run_config: Path, tmp_path: Path) -> None:
+    words = ("neftune_noise_alpha=5", "lr_scheduler_type=constant")
+    assert megatrain("train", run_config, *words, "max_steps=4", f"output_dir={tmp_path}/whole") == 0
+    assert megatrain("train", run_config, *words, "max_steps=2") == 0
+    assert megatrain("resume", tmp_path / "run", "max_steps=4", "--allow", "max_steps") == 0
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+    assert megatrain("train", run_config, *words[1:], "max_steps=4", f"output_dir={tmp_path}/quiet") == 0
+    assert figures(tmp_path / "quiet") != figures(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ("lr_scheduler_type=warmup_stable_decay", "warmup_ratio=0.9", "decay_ratio=0.5"),
-        ("neftune_noise_alpha=5",),
+        ("neftune_noise_alpha=0",),
         ("ema_decay=0.99",),
         ("report_to=mlflow",),
     ],

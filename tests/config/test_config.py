@@ -36,6 +36,7 @@ def test_every_alias_lands_on_its_key(tmp_path: Path, alias: str) -> None:
     values |= {"packing": "false", "lr_scheduler_type": "linear", "learning_rate": "0.5", "num_train_epochs": "2"}
     values |= {"adam_epsilon": "0.5", "max_grad_norm": "0.5", "train_batch_size": "3"}
     values |= {"train_roles": "[user, assistant]", "label_smoothing_factor": "0.1"}
+    values |= {"neftune_noise_alpha": "5"}
     key = ALIASES[alias]
     base = "".join(line for line in (BASE.splitlines(keepends=True)) if not line.startswith(f"{key}:"))
     config = read(tmp_path, f"{base}{alias}: {values[key]}\n")
@@ -135,7 +136,7 @@ def test_lists_of_datasets_survive_a_round_trip(tmp_path: Path) -> None:
 
 def test_unknown_key_ignored_unsloth_10452(tmp_path: Path) -> None:
     """No key is passed over: neither a misspelt one, nor another tool's that means nothing here."""
-    for key in ("neftune_alpha", "learning_rte", *HINTS):
+    for key in ("neftune_alfa", "learning_rte", *HINTS):
         with pytest.raises(ConfigError, match=f"line 3: (unknown key|key) '{key}'"):
             read(tmp_path, BASE + f"{key}: 1\n")
 

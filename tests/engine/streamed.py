@@ -80,6 +80,7 @@ class Streamed:
         freeze: Sequence[str] = (),
         compiled: bool = False,
         label_smoothing: float = 0.0,
+        neftune: tuple[float, int] | None = None,  # (alpha, seed)
     ) -> None:
         self.device = torch.device(device)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -93,7 +94,9 @@ class Streamed:
             for entry in layout.entries:
                 values = torch.from_numpy(np.array(masters[entry.tensor.name], dtype=np.float32)).flatten()
                 self.store.set_master(name, entry, values)
-        numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing)
+        numerics = Numerics(
+            micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing, *(neftune or (None, 0))
+        )
         self.engine = Engine(
             self.template, self.store, plan, numerics, self.device, optimizer_threads=placement.threads, chaos=chaos
         )
@@ -101,9 +104,9 @@ class Streamed:
     def train(self, steps: Sequence[Sequence[TokenBatch]], hypers: Sequence[AdamW]) -> list[StepResult]:
         """One optimizer step a list of micro-batches."""
         results = []
-        for micro_batches, hyper in zip(steps, hypers, strict=True):
+        for step, (micro_batches, hyper) in enumerate(zip(steps, hypers, strict=True), start=1):
             supervised = sum(int((batch.labels_T >= 0).sum()) for batch in micro_batches)
-            results.append(self.engine.train_step(micro_batches, supervised, hyper))
+            results.append(self.engine.train_step(micro_batches, supervised, hyper, step))
         return results
 
     def state(self) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:

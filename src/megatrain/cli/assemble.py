@@ -119,7 +119,12 @@ def engine_of(run: Planned, store: SegmentStore) -> Engine:
     assert config.loss_chunk_tokens is not None, "resolve the config first"
     assert config.optimizer_threads is not None, "resolve the config first"
     numerics = Numerics(
-        config.micro_batch_tokens, config.loss_chunk_tokens, config.max_grad_norm, config.label_smoothing_factor
+        config.micro_batch_tokens,
+        config.loss_chunk_tokens,
+        config.max_grad_norm,
+        config.label_smoothing_factor,
+        config.neftune_noise_alpha,
+        config.seed,
     )
     return Engine(template_of(run), store, run.plan, numerics, run.device, optimizer_threads=config.optimizer_threads)
 

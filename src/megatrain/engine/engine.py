@@ -11,12 +11,13 @@ import torch
 from megatrain import optim
 from megatrain.engine.chaos import Chaos
 from megatrain.engine.executor import Executor
-from megatrain.engine.handlers import Handlers, Step
+from megatrain.engine.handlers import Disturb, Handlers, Step, undisturbed
 from megatrain.engine.lanes import lane_devices
 from megatrain.engine.places import Places
 from megatrain.engine.rules import HostRule, device_rule
 from megatrain.engine.trace import Trace
 from megatrain.models.batch import TokenBatch
+from megatrain.models.neftune import with_noise
 from megatrain.models.template import ModelTemplate
 from megatrain.schedule.build import Program, build
 from megatrain.schedule.liveness import dead_after
@@ -33,6 +34,8 @@ class Numerics:
     loss_chunk_tokens: int
     max_grad_norm: float | None
     label_smoothing: float = 0.0
+    neftune_alpha: float | None = None
+    seed: int = 0  # of the noise
 
 
 @dataclass(frozen=True)
@@ -90,21 +93,25 @@ class Engine:
         self._failed: BaseException | None = None
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
 
-    def train_step(self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW, step: int = 0
+    ) -> StepResult:
         """Forward, backward and norm of one optimizer step; its update is left pending.
 
         `num_supervised` is the step's number of supervised tokens, over all micro-batches; it must be positive.
+        `step`: the number of the step in its run, which names its noise.
         """
         assert num_supervised > 0, "a step without supervised tokens has no loss"
         started = time.perf_counter()
-        step = Step(
+        program = Step(
             micro_batches=[self._place(batch) for batch in micro_batches],
             inv_denominator=1.0 / num_supervised,
             hyper=hyper,
             next_step=self.applied_steps + 1,
             max_norm=self.numerics.max_grad_norm,
+            disturb=self._noise_of(step),
         )
-        self._run("train", step)
+        self._run("train", program)
         cell = self._handlers.cell
         assert cell is not None
         applied = cell.scalars is not None
@@ -173,6 +180,13 @@ class Engine:
         except BaseException as error:
             self._failed = error
             raise
+
+    def _noise_of(self, step: int) -> Disturb:
+        """NEFTune's noise of a step."""
+        alpha, seed = self.numerics.neftune_alpha, self.numerics.seed
+        if alpha is None:
+            return undisturbed
+        return lambda h_1TD, batch, micro_batch: with_noise(h_1TD, batch, alpha, seed, step, micro_batch)
 
     def _place(self, batch: TokenBatch) -> TokenBatch:
         return TokenBatch(*(tensor.to(self._device) for tensor in batch))

@@ -34,6 +34,14 @@ class Cell:
     bad_tensor: str | None  # the first tensor, in checkpoint-name order, whose gradient is not finite
 
 
+Disturb = Callable[[Tensor, TokenBatch, int], Tensor]  # (h_1TD, its micro-batch, the number of that) -> h_1TD
+
+
+def undisturbed(h_1TD: Tensor, _batch: TokenBatch, _micro_batch: int) -> Tensor:
+    """No noise on what enters the first layer."""
+    return h_1TD
+
+
 @dataclass
 class Step:
     """One program's own data: its micro-batches, and what the ops leave for one another and for the caller."""
@@ -46,6 +54,7 @@ class Step:
     write_segment: Callable[[str], None] | None = None
     calls: dict[int, LayerCalls] = field(default_factory=dict)
     kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
+    disturb: Disturb = undisturbed
     last_use: Mapping[int, Sequence[Place]] = field(default_factory=dict)  # id(op) -> what nobody needs after it
 
 
@@ -128,7 +137,7 @@ class Handlers:
     def embed(self, op: Op) -> None:
         m, batch = self._batch(op)
         h, calls = self.template.embed(self.places.views(op.reads[0], op.segment), batch)
-        self.places.hidden(op.writes[0]).copy_(h)
+        self.places.hidden(op.writes[0]).copy_(self.step.disturb(h, batch, m))
         self.step.calls[m] = calls
 
     def forward(self, op: Op) -> None:

@@ -20,6 +20,7 @@ SAME = (
     "logging_steps",
     "early_stopping_patience",
     "label_smoothing_factor",
+    "neftune_noise_alpha",
     "run_name",
 )
 SCHEDULERS = ("linear", "cosine", "constant", "cosine_with_min_lr", "warmup_stable_decay")
@@ -101,7 +102,6 @@ def take_common(it: Translation) -> None:
         it.lost[f"optimizer: {optimizer}"] = "the optimizer is AdamW with exact fp32 state"
     it.lose("trust_remote_code", "MegaTrain runs no code named by a file")
     it.lose("resume_from_checkpoint", "a run goes on from the newest valid checkpoint in its own output_dir")
-    it.lose("neftune_noise_alpha", "noise on embeddings (NEFTune) is not there yet")
     it.lose_all(CARRIED_OUT)
 
 

@@ -75,7 +75,7 @@ def train(run: Run) -> Outcome:
             started = time.perf_counter()
             batch = run.data.step(step - 1)
             hyper = hyper_of(config, schedule, step - 1)
-            result = run.engine.train_step(token_batches(batch.micro_batches), batch.num_supervised, hyper)
+            result = run.engine.train_step(token_batches(batch.micro_batches), batch.num_supervised, hyper, step)
             run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
             if not result.applied:
                 stop_or_skip(run, step, batch, result)
