@@ -77,6 +77,19 @@ def resume(run: RunPath, words: Words = None, allow: Allow = None) -> None:
 
 
 @app.command()
+def doctor(
+    folder: Annotated[Path, typer.Argument(help="Where runs will be written.", metavar="FOLDER")] = Path("."),
+    json: Json = False,
+    cached: Annotated[bool, typer.Option("--cached", help="Show the last figures; measure nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a few seconds; they are not kept.")] = False,
+) -> None:
+    """Measure this machine in less than a minute: what is fine, what is not, and one remedy each."""
+    from megatrain.cli.doctor import doctor as verb
+
+    raise typer.Exit(verb(folder, quick=quick, cached=cached, as_json=json))
+
+
+@app.command()
 def plan(config: ConfigFile, words: Words = None, json: Json = False) -> None:
     """Say where every byte of a run will be, and whether it fits. Loads no weights."""
     from megatrain.cli.assemble import show_plan

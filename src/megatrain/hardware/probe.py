@@ -1,22 +1,27 @@
-"""Asks the machine what it has. Imports torch, for the CUDA figures only."""
+"""Asks the machine what it has. The one file of this room that imports torch."""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import mmap
 import os
-import platform
-import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from megatrain.errors import ConfigError
+from megatrain.hardware.cpu import isa, processor_name
+from megatrain.hardware.gpu import LARGE_BYTES, Direction, Kernel, ask_smi
 from megatrain.hardware.machine import Machine
+from megatrain.hardware.measured import Gpu
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 768}
 MATMUL_TRIES = 4  # the first one warms up
-ISA_FLAGS = ("avx512f", "avx2", "asimd")  # best first; the native core has a path for each
+MATMULS_PER_LOOK = {"cuda": 8, "cpu": 1}  # between two looks at the clock
 
 
 def probe(
@@ -68,15 +73,133 @@ def disk_free_bytes(folder: Path) -> int:
     raise ConfigError(f"output_dir {folder}: no parent folder exists; choose another place")
 
 
-def processor_name(cpuinfo: str) -> str:
-    """The processor's name as the kernel prints it, or the architecture where it prints none."""
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+def sustained_matmul_flops_per_s(device: torch.device, dtype: torch.dtype, limit_s: float) -> float:
+    """What the device keeps up in products of random numbers: the rate of the second half of `limit_s`.
+
+    Random, as zeros draw less power; the second half, as the first second ran 10 % faster on an H200.
+    """
+    size, per_look = MATMUL_SIZE[device.type], MATMULS_PER_LOOK[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    marks_s = [time.perf_counter()]
+    while marks_s[-1] - marks_s[0] < limit_s:
+        for _ in range(per_look):
+            torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        marks_s.append(time.perf_counter())
+    first = min(bisect.bisect_left(marks_s, marks_s[0] + limit_s / 2), len(marks_s) - 2)
+    return 2 * size**3 * per_look * (len(marks_s) - 1 - first) / (marks_s[-1] - marks_s[first])
 
 
-def isa(cpuinfo: str) -> str:
-    """Architecture and the widest vector unit: "x86_64 avx2"."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    flags = found[1].split() if found else []
-    best = next((flag for flag in ISA_FLAGS if flag in flags), "")
-    return f"{platform.machine()} {best}".strip()
+def describe_gpu() -> Gpu | None:
+    """The GPU that training would use; None if torch sees none."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    smi = ask_smi(str(properties.uuid))
+    return Gpu(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        hbm_total_bytes=total_bytes,
+        hbm_free_bytes=free_bytes,
+        driver=smi and smi.driver,
+        ecc=smi and smi.ecc,
+        pcie_width=smi and smi.pcie_width,
+        pcie_width_max=smi and smi.pcie_width_max,
+    )
+
+
+class TorchGpu:
+    """`gpu.Device` on the current CUDA device. Made in a `with`: afterwards nothing of it is pinned or on the GPU."""
+
+    def __init__(self) -> None:
+        runtime = torch.cuda.cudart()
+        assert runtime is not None
+        self._runtime = runtime
+        self._pinned: list[torch.Tensor] = []
+        self._lanes: dict[Direction, tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]] = {}  # (stream, to, from)
+        self._kernels: dict[Kernel, Callable[[], object]] = {}
+
+    def __enter__(self) -> TorchGpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+        self.unpin_all()
+        self._kernels.clear()
+        torch.cuda.empty_cache()
+
+    def pin(self, num_bytes: int) -> int:
+        """Page-locks a new host buffer and keeps it; CUDA's status, 0 when done."""
+        buffer = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        status = int(self._runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        if status == 0:
+            self._pinned.append(buffer)
+        else:
+            # CUDA keeps the refusal as its last error; the framework would raise it at the next kernel instead.
+            with contextlib.suppress(torch.AcceleratorError):
+                torch.zeros(1, device="cuda")
+        return status
+
+    def unpin_all(self) -> None:
+        """Gives back every buffer of `pin`, and the copy lanes, which live in such buffers."""
+        self._lanes.clear()
+        while self._pinned:
+            self._runtime.cudaHostUnregister(self._pinned.pop().data_ptr())
+
+    def copy_s(self, directions: tuple[Direction, ...], num_bytes: int, repeats: int) -> dict[Direction, float]:
+        """Seconds until `repeats` pinned copies were done, for each of the directions, started together."""
+        self._open_lanes()
+        torch.cuda.synchronize()
+        marks = {direction: self._issue(direction, num_bytes, repeats) for direction in directions}
+        torch.cuda.synchronize()
+        return {direction: start.elapsed_time(end) / 1e3 for direction, (start, end) in marks.items()}
+
+    def kernel_s(self, kernel: Kernel, repeats: int, copies: int) -> float:
+        """Seconds of `repeats` kernels in a row while `copies` copies of LARGE_BYTES go each way."""
+        self._open_lanes()
+        self._make_kernels()
+        torch.cuda.synchronize()
+        for direction in self._lanes:
+            self._issue(direction, LARGE_BYTES, copies)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            self._kernels[kernel]()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def _issue(self, direction: Direction, num_bytes: int, repeats: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        stream, target, source = self._lanes[direction]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        target, source = target[:num_bytes], source[:num_bytes]
+        with torch.cuda.stream(stream):
+            start.record()
+            for _ in range(repeats):
+                target.copy_(source, non_blocking=True)
+            end.record()
+        return start, end
+
+    def _open_lanes(self) -> None:
+        if self._lanes:
+            return
+        for direction in ("h2d", "d2h"):
+            status = self.pin(LARGE_BYTES)
+            if status != 0:
+                raise RuntimeError(f"pinning {LARGE_BYTES:,} bytes was refused with CUDA error {status}")
+            host, there = self._pinned[-1], torch.ones(LARGE_BYTES, dtype=torch.uint8, device="cuda")
+            target, source = (there, host) if direction == "h2d" else (host, there)
+            self._lanes[direction] = (torch.cuda.Stream(), target, source)
+
+    def _make_kernels(self) -> None:
+        if self._kernels:
+            return
+        size = MATMUL_SIZE["cuda"]
+        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        x, y = (torch.randn(LARGE_BYTES // 4, device="cuda") for _ in range(2))
+        product, total = torch.empty_like(a), torch.empty_like(x)
+        self._kernels["matmul"] = lambda: torch.mm(a, b, out=product)
+        self._kernels["add"] = lambda: torch.add(x, y, out=total)

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 from pathlib import Path
+from typing import NamedTuple
 
 PROC = Path("/proc")
 
@@ -19,6 +20,12 @@ def available_ram_bytes(proc: Path = PROC) -> int:
         if room_bytes is not None:
             rooms.append(room_bytes)
     return max(0, min(rooms))
+
+
+def cgroup_limit_bytes(proc: Path = PROC) -> int | None:
+    """The least memory limit among the cgroups (v1 and v2) from ours up to the root; None when none has one."""
+    limits = [_cgroup_limit(folder) for folder in _memory_cgroups(proc)]
+    return min((limit.limit_bytes for limit in limits if limit is not None), default=None)
 
 
 def locked_memory_limit_bytes() -> int | None:
@@ -77,8 +84,14 @@ def _memory_cgroups(proc: Path) -> list[Path]:
     return folders
 
 
-def _cgroup_room_bytes(folder: Path) -> int | None:
-    """Limit - usage + inactive file cache (given back under pressure); None when the cgroup has no limit."""
+class _Limit(NamedTuple):
+    limit_bytes: int
+    usage_name: str
+    cache_name: str
+
+
+def _cgroup_limit(folder: Path) -> _Limit | None:
+    """The limit and where the use is told; None when the cgroup has no limit."""
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -88,7 +101,15 @@ def _cgroup_room_bytes(folder: Path) -> int | None:
         limit = (folder / limit_name).read_text().strip()
         if limit == "max" or int(limit) >= 1 << 60:  # v1 writes "no limit" as a huge number
             return None
-        usage_bytes = int((folder / usage_name).read_text())
-        cache = re.search(rf"^{cache_name} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-        return int(limit) - usage_bytes + (int(cache[1]) if cache else 0)
+        return _Limit(int(limit), usage_name, cache_name)
     return None
+
+
+def _cgroup_room_bytes(folder: Path) -> int | None:
+    """Limit - usage + inactive file cache (given back under pressure); None when the cgroup has no limit."""
+    limit = _cgroup_limit(folder)
+    if limit is None:
+        return None
+    usage_bytes = int((folder / limit.usage_name).read_text())
+    cache = re.search(rf"^{limit.cache_name} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+    return limit.limit_bytes - usage_bytes + (int(cache[1]) if cache else 0)

@@ -1,0 +1,112 @@
+"""Rates of the disk beneath a folder, past the page cache where the file system allows it. Torch-free."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from megatrain.hardware.measured import Disk
+
+PIECE_BYTES = 8 << 20
+IN_FLIGHT = 4
+FREE_SHARE = 10  # never more than a tenth of the free space
+RAM_FILESYSTEMS = ("tmpfs", "ramfs")  # nothing to measure
+
+Transfer = Callable[[int, list[mmap.mmap], int], int]
+
+
+def measure_disk(folder: Path, cap_bytes: int, limit_s: float, mountinfo: str) -> Disk:
+    """Writes up to `cap_bytes` into a file of `folder` (or its nearest existing parent), for half of `limit_s`; reads
+    it back for the other half. The file has no name from the start, so nothing can be left behind. OSError: no writing.
+    """
+    home = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    figures = os.statvfs(home)
+    free_bytes = figures.f_bavail * figures.f_frsize
+    kind = filesystem(home, mountinfo)
+    num_pieces = min(cap_bytes, free_bytes // FREE_SHARE) // PIECE_BYTES
+    if num_pieces == 0 or kind in RAM_FILESYSTEMS:
+        return Disk(kind, free_bytes, False, 0.0, 0.0)
+    fd = _nameless_file(home)
+    buffers = [_random_piece() for _ in range(IN_FLIGHT)]
+    try:
+        direct = _set_direct(fd) and _takes_direct(fd, buffers[0])
+        started = time.perf_counter()
+        written = _transfer(fd, os.pwritev, buffers, num_pieces, started + limit_s / 2)
+        os.fsync(fd)
+        write_s = time.perf_counter() - started
+        if not direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        started = time.perf_counter()
+        read = _transfer(fd, os.preadv, buffers, written // PIECE_BYTES, started + limit_s / 2)
+        read_s = time.perf_counter() - started
+    finally:
+        os.close(fd)
+        for buffer in buffers:
+            buffer.close()
+    return Disk(kind, free_bytes, direct, written / write_s, read / read_s)
+
+
+def filesystem(folder: Path, mountinfo: str) -> str:
+    """Type of the file system that holds `folder`, from the text of /proc/self/mountinfo: "ext4"."""
+    found, longest, place = "unknown", -1, folder.resolve()
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        mount = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        if place.is_relative_to(mount) and len(mount.parts) >= longest:  # a later mount covers an earlier one
+            found, longest = after.split()[0], len(mount.parts)
+    return found
+
+
+def _nameless_file(folder: Path) -> int:
+    path = folder / f".megatrain-doctor-{uuid.uuid4().hex}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.unlink(path)
+    return fd
+
+
+def _random_piece() -> mmap.mmap:
+    """Page-aligned memory, as O_DIRECT asks; random, as some file systems and disks compress."""
+    piece = mmap.mmap(-1, PIECE_BYTES)
+    piece[:] = np.random.default_rng().bytes(PIECE_BYTES)
+    return piece
+
+
+def _set_direct(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _takes_direct(fd: int, buffer: mmap.mmap) -> bool:
+    """Some file systems take the flag and refuse the write: then it is taken back."""
+    try:
+        os.pwritev(fd, [buffer], 0)
+    except OSError:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return False
+    return True
+
+
+def _transfer(fd: int, call: Transfer, buffers: list[mmap.mmap], num_pieces: int, deadline: float) -> int:
+    """Bytes moved by one thread a buffer, piece after piece of the file, until the pieces or the time run out."""
+    numbers = iter(range(num_pieces))
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        return sum(pool.map(lambda buffer: sum(_moves(fd, call, buffer, numbers, deadline)), buffers))
+
+
+def _moves(fd: int, call: Transfer, buffer: mmap.mmap, numbers: Iterator[int], deadline: float) -> Iterator[int]:
+    for number in numbers:
+        yield call(fd, [buffer], number * PIECE_BYTES)
+        if time.perf_counter() >= deadline:
+            return
