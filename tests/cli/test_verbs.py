@@ -185,7 +185,7 @@ def test_an_early_interrupt_is_one_sentence(
     assert capsys.readouterr().err == "megatrain: interrupted\n"
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_damaged_model_folder_is_one_sentence(
     tiny_model: Path, run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

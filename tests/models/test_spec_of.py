@@ -117,7 +117,7 @@ def classifier() -> PreTrainedConfig:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (ReformerConfig(), ["ReformerModelWithLMHead", "--allow-unproven-architecture"]),
+        (ReformerConfig(), ["ReformerModelWithLMHead", "allow_unproven: true"]),
         (BloomConfig(), ["BloomForCausalLM", "ALiBi"]),
         (Gemma3Config(), ["Gemma3ForConditionalGeneration", "text model"]),
         (T5Config(), ["'t5'", "decoder-only"]),

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain.cli.main import main
+from megatrain.train.signals import StopRequest
 
 
 def megatrain(*words: object) -> int:
@@ -33,7 +34,7 @@ def started(*words: object) -> subprocess.Popen[str]:
     raise AssertionError(process.communicate()[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(run_config: Path, tmp_path: Path, number: signal.Signals) -> None:
     process = started("train", run_config, "max_steps=100000", "save_steps=100000", "eval_steps=100000")
     process.send_signal(number)
@@ -48,6 +49,42 @@ def test_a_signal_finishes_the_step_and_saves(run_config: Path, tmp_path: Path, 
     allow = ("--allow", "max_steps")
     assert megatrain("resume", run, f"max_steps={saved + 1}", *allow) == 0
     assert (run / f"checkpoints/step-{saved + 1}").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_when_nobody_reads_any_more(run_config: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C ends `| tee log` as well; a hang-up comes with a lost terminal."""
+    process = started("train", run_config, "max_steps=100000", "save_steps=100000", "eval_steps=100000")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    process.send_signal(number)
+    assert process.wait(timeout=120) == 128 + number
+    run = tmp_path / "run"
+    saved = int((run / "LATEST").read_text().strip().rpartition("-")[2])
+    assert f"saved step {saved}" in (run / "log.txt").read_text()
+
+
+def test_a_run_goes_on_when_its_reader_ends(run_config: Path, tmp_path: Path) -> None:
+    process = started("train", run_config)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert "saved step 6" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_a_hang_up_is_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_second_signal_aborts_at_once(run_config: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The verbs. Each imports its room when it is called, so that `--help` needs no torch.
 
-Exit codes: 0 done; 1 the plan does not fit; 2 a mistake the user can mend; 130 and 143 stopped by a signal, all saved.
+Exit codes: 0 done; 1 the plan does not fit; 2 a mistake the user can mend; 129, 130 and 143 stopped by a
+signal, all saved.
 """
 
 # ruff: noqa: PLC0415 - a verb imports its room when it is called
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -226,6 +228,9 @@ def init(
 
 def main() -> None:
     """The `megatrain` command: a mistake of the user is one sentence on stderr and exit code 2, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"; nothing fails for a character
     try:
         app()
     except UserError as error:

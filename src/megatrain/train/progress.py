@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,6 +98,40 @@ class TableDisplay:
         self._live.stop()
 
 
+class LastingDisplay:
+    """`shown`, whose end is not the end of the run.
+
+    A closed pipe (Ctrl-C ends `| tee` too), a lost terminal or a full disk behind a redirection costs the lines on the
+    screen, which log.txt has as well, and no step and no save.
+    """
+
+    def __init__(self, shown: Display) -> None:
+        self._shown = shown
+
+    def line(self, text: str) -> None:
+        with _to_nowhere_once_unread():
+            self._shown.line(text)
+
+    def live(self, now: Now) -> None:
+        with _to_nowhere_once_unread():
+            self._shown.live(now)
+
+    def close(self) -> None:
+        with _to_nowhere_once_unread():
+            self._shown.close()
+
+
+@contextmanager
+def _to_nowhere_once_unread() -> Iterator[None]:
+    """Standard output that cannot be written leads to the null device from then on, its rest in the buffer too."""
+    try:
+        yield
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
 def table(now: Now) -> Table:
     """Figures, busy seconds by lane and memory by tier, side by side."""
     shown = Table(show_header=True, box=None, padding=(0, 2))
@@ -131,4 +168,4 @@ def clock(seconds: float) -> str:
 def display(start_step: int, num_steps: int) -> Display:
     """A table and a bar if standard output is a terminal, plain lines otherwise."""
     console = Console()
-    return TableDisplay(console, start_step, num_steps) if console.is_terminal else PlainDisplay()
+    return LastingDisplay(TableDisplay(console, start_step, num_steps) if console.is_terminal else PlainDisplay())

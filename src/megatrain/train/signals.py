@@ -1,10 +1,11 @@
-"""StopRequest: the first SIGINT or SIGTERM asks the loop to finish its step; the second ends the process at once."""
+"""StopRequest: the first SIGINT, SIGTERM or SIGHUP asks the loop to finish its step; the second ends it at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 
@@ -16,7 +17,9 @@ class StopRequest:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started with nohup: meant to outlive its terminal
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -27,7 +30,13 @@ class StopRequest:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None:
             # No clean-up: a checkpoint is whole or not there, locks and device memory end with the process.
-            os.write(sys.stderr.fileno(), b"\nmegatrain: second signal, aborted; the last saved step stands\n")
+            _tell(b"\nmegatrain: second signal, aborted; the last saved step stands\n")
             os._exit(128 + number)
         self.signal = number
-        os.write(sys.stderr.fileno(), b"\nmegatrain: finishing this step and saving; once more to abort\n")
+        _tell(b"\nmegatrain: finishing this step and saving; once more to abort\n")
+
+
+def _tell(text: bytes) -> None:
+    """On standard error, if anyone still reads it: the terminal may be gone, and the save must go on."""
+    with suppress(OSError):
+        os.write(sys.stderr.fileno(), text)
