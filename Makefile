@@ -8,7 +8,9 @@
 
 # Rooms that the type checker passes without a complaint: the list only grows.
 TYPED := cli checkpoint codec config.py config_page.py config_spellings.py config_values.py config_yaml.py errors.py \
-	hardware importers optim planner store train
+	hardware importers optim planner report store train
+# The report page is looked at where a Chromium is installed; elsewhere only its structure is tested, and that is said.
+BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 PYTHON ?= python3
 BENCH ?= adamw
 VENV := .venv
@@ -23,7 +25,8 @@ demo: setup
 	$(BIN)/python demo/run.py
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not gpu and not slow"
+	$(if $(BROWSER),,@echo "no Chromium here: the looks of the report page are not tested (apt install chromium)")
+	$(BIN)/python -m pytest -q -m "not gpu and not slow$(if $(BROWSER),, and not browser)"
 
 test-full: lint
 	$(BIN)/python -m pytest -q -m "$$($(BIN)/python -c 'import torch; print("gpu or not gpu" if torch.cuda.is_available() else "not gpu")')"

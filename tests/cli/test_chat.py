@@ -18,6 +18,7 @@ from megatrain.cli.main import main
 from megatrain.cli.opened import config_of, sources_of
 from megatrain.config import RunConfig
 from megatrain.models.generate import Sampling, _BorrowingLayer
+from tests.families import tiny_config
 
 PROMPT = "the cat sat on"
 
@@ -120,6 +121,25 @@ def test_a_mixture_of_experts_with_one_travelling_block_too(tmp_path: Path, tiny
         talker.close()
     ids = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
     assert said[0] == said[1] == greedy(folder, ids, 16, [2])
+
+
+def test_score_corrections_of_routers_are_heeded(tmp_path: Path, tiny_model: Path) -> None:
+    config = tiny_config("deepseek_v3", vocab_size=320, bos_token_id=None)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    said = []
+    for scale in (0.0, 1.0):
+        folder = tmp_path / str(scale)
+        shutil.copytree(tiny_model, folder)
+        model.get_buffer(name).copy_(scale * torch.linspace(-1.0, 1.0, 8))
+        model.save_pretrained(folder)
+        (source,) = sources_of(folder, [])
+        talker = talker_of(config_of(folder, ["device=cpu", "max_length=8"]), source, raw=True, through_slots=True)
+        said.append(talker.answer([{"role": "user", "content": PROMPT}], Sampling(12), io.StringIO()).ids)
+        assert said[-1] == greedy(folder, AutoTokenizer.from_pretrained(folder).encode(PROMPT), 12, talker.stop_ids)
+        talker.close()
+    assert said[0] != said[1]
 
 
 def test_an_answer_ends_at_the_end_of_its_turn(talker: Talker) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from megatrain.cli.main import main
 from megatrain.store import join_master, split_master
+from tests.families import tiny_config
 
 
 def megatrain(*words: object) -> int:
@@ -185,6 +186,21 @@ def test_going_on_in_torch_is_going_on_here(run_config: Path, tmp_path: Path) ->
         moved = (after[name]["master"] - before[name]["master"]).abs().max()
         assert moved > 1e-5
         assert (parameter - after[name]["master"]).abs().max() < 0.02 * moved, name
+
+
+def test_what_is_saved_but_not_trained_travels_too(run_config: Path, tiny_model: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3", vocab_size=320, bos_token_id=None))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name).copy_(torch.linspace(-1.0, 1.0, 8))
+    shutil.copytree(tiny_model, base)
+    model.save_pretrained(base)
+    assert megatrain("train", run_config, "max_steps=2", f"model={base}") == 0
+    out = tmp_path / "dcp"
+    assert megatrain("export", tmp_path / "run", out, "--format", "dcp") == 0
+    loaded, optimizer = resumed(out, flat=False)
+    assert torch.equal(loaded.get_buffer(name), model.get_buffer(name))
+    assert len(optimizer.state) == len(list(loaded.parameters()))
 
 
 def test_frozen_parameters_travel_without_state_and_decay_splits_the_groups(run_config: Path, tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PretrainedConfig
 
 from megatrain.checkpoint.export import write_bytes, write_companions
 from megatrain.checkpoint.fs import BLOCK_BYTES, Files, remove_tree
-from megatrain.checkpoint.load_hf import TIED_HEAD
+from megatrain.checkpoint.load_hf import TIED_HEAD, read_buffers
 from megatrain.errors import CheckpointError
 from megatrain.models.layout import Entry
 from megatrain.models.spec import ModelSpec
@@ -44,7 +45,8 @@ def write_dcp_folder(
 ) -> None:
     """Writes a new folder `path`: whole or not there at all. Config and tokenizer lie beside, to build the model from.
 
-    The store's gradient homes are used as scratch: masters of precision bf16 are joined there. `documents`: more files.
+    `tokenizer_source` also has the buffers that a checkpoint holds and nothing trains. The store's gradient homes are
+    used as scratch: masters of precision bf16 are joined there. `documents`: more files.
     """
     files = Files()
     if path.exists():
@@ -52,6 +54,8 @@ def write_dcp_folder(
     if not files.is_folder(path.parent):
         raise CheckpointError(f"{path} cannot be made: {path.parent} is no folder; make it first")
     state = dcp_state(store, spec, hyper, applied_steps)
+    if tokenizer_source is not None:
+        state["model"] |= {name: value for name, (_, value) in read_buffers(tokenizer_source, spec, files).items()}
     needed_bytes = _num_bytes(state)
     free_bytes = files.free_bytes(path.parent)
     if needed_bytes > free_bytes:
@@ -61,7 +65,7 @@ def write_dcp_folder(
         with ExitStack() as undo:
             undo.callback(remove_tree, files, temporary)
             files.make_folder(temporary)
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=True)
+            save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
             write_companions(files, temporary, config, tokenizer_source, torch.float32)
             for name, data in documents.items():
                 write_bytes(files, temporary / name, data)

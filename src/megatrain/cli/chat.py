@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatrain.checkpoint import read_buffers
 from megatrain.cli.assemble import Planned, tokenizer_of
 from megatrain.cli.opened import Source, config_of, filled_store, is_run, planned_to_read, sources_of
 from megatrain.config import RunConfig
@@ -69,7 +70,9 @@ class Writer:
         self._write(rest)
 
     def _decoded(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._shown[start:end], skip_special_tokens=True)
+        text = self._tokenizer.decode(self._shown[start:end], skip_special_tokens=True)
+        assert isinstance(text, str), "one row of tokens is one text"
+        return text
 
     def _write(self, piece: str) -> None:
         self.text += piece
@@ -158,6 +161,7 @@ def talker_of(config: RunConfig, source: Source, *, raw: bool, through_slots: bo
         store.dtype("w"),
         run.device,
         lender.outer(),
+        {name: value for name, (_, value) in read_buffers(source.folder, run.spec).items()},
         lender.block,
         allow_unproven=config.allow_unproven,
     )

@@ -22,12 +22,11 @@ SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MIN_SHARD_BYTES = 1 << 20
 
 
-def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: str, kind: str) -> int:
+def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: str, form: str) -> int:
     """Write a checkpoint of the run in `path` to the new folder `target`."""
     if not is_run(path):
         raise CheckpointError(f"{path} is a model folder already; export takes a run folder")
-    if kind not in get_args(Kind):
-        raise ConfigError(f"format is {kind!r}; use hf or dcp")
+    kind = _kind_of(form)
     chosen = _dtype_of(dtype, kind)
     shard_bytes = _shard_bytes(shard_size)
     if target.exists():
@@ -61,6 +60,13 @@ def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: s
     store.close()
     print(f"step {checkpoint.step} of {path} as {chosen}{' with AdamW state' if kind == 'dcp' else ''}: {target}")
     return 0
+
+
+def _kind_of(word: str) -> Kind:
+    for kind in get_args(Kind):
+        if word == kind:
+            return kind
+    raise ConfigError(f"format is {word!r}; use hf or dcp")
 
 
 def _dtype_of(word: str | None, kind: str) -> str:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
-from megatrain.errors import ModelError
 from megatrain.models.meta import meta_model
-from megatrain.models.template import OUTPUT_WEIGHT, Weights
+from megatrain.models.template import Weights
 
 Lend = Callable[[int], Weights]  # block index -> its weights on the device, valid until the next call
 
@@ -71,7 +70,8 @@ class _Watcher(BaseStreamer):
 
 
 class GenerativeModel:
-    """A causal language model that writes. `outer`: EMBED's and HEAD's weights on `device`, by checkpoint name.
+    """A causal language model that writes. `outer`: EMBED's and HEAD's weights on `device`, by checkpoint name;
+    `buffers`: what its layers keep in a checkpoint besides parameters (a router's score correction), likewise.
 
     `folder`: where a generation_config.json may lie (sampling habits and stop tokens of the model itself).
     """
@@ -83,6 +83,7 @@ class GenerativeModel:
         dtype: torch.dtype,
         device: torch.device,
         outer: Weights,
+        buffers: Mapping[str, Tensor],
         lend: Lend,
         *,
         allow_unproven: bool = False,
@@ -91,12 +92,14 @@ class GenerativeModel:
         model, family = meta_model(config, dtype, None, allow_unproven)
         layers = model.get_submodule(f"{family.backbone}.{family.layers}")
         assert isinstance(layers, nn.ModuleList), family
-        _refuse_saved_buffers(family.architecture, layers)
+        for name, value in buffers.items():
+            model.get_buffer(name).copy_(value)
         borrowing = nn.ModuleList(_BorrowingLayer(layer, index, lend) for index, layer in enumerate(layers))
         for layer in layers:
             _move_buffers(layer, device)
         model.get_submodule(family.backbone).set_submodule(family.layers, borrowing)
         _move_buffers(model, device)
+        assert isinstance(model, GenerationMixin), family.architecture
         self._own_habits = (folder / "generation_config.json").is_file()
         if self._own_habits:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -147,16 +150,6 @@ class GenerativeModel:
         return {"do_sample": True, "temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
 
 
-def _refuse_saved_buffers(architecture: str, layers: nn.Module) -> None:
-    """Buffers of layers that a checkpoint holds would have to be read as well; better none than zeros."""
-    saved = sorted(layers.state_dict().keys() - dict(layers.named_parameters()).keys())
-    if saved:
-        raise ModelError(
-            f"{architecture} keeps {saved[0]} outside its parameters, which chat does not read yet; "
-            "export the run and talk to the folder with transformers"
-        )
-
-
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         for name, buffer in list(part.named_buffers(recurse=False)):
@@ -164,14 +157,10 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _give_weights(model: nn.Module, outer: Mapping[str, Tensor]) -> None:
-    """Put `outer` in the place of the meta parameters; a tied output matrix is the embedding itself."""
-    tied = model.get_input_embeddings().weight is model.get_parameter(OUTPUT_WEIGHT) if _has_head(model) else False
-    for name, _ in list(model.named_parameters()):
+    """Put `outer` in the place of the meta parameters; parameters that were one stay one (a tied output matrix)."""
+    given: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in given:
+            given[id(parameter)] = nn.Parameter(outer[name], requires_grad=False)
         path, _, local = name.rpartition(".")
-        setattr(model.get_submodule(path), local, nn.Parameter(outer[name], requires_grad=False))
-    if tied:
-        model.get_submodule("lm_head").weight = model.get_input_embeddings().weight
-
-
-def _has_head(model: nn.Module) -> bool:
-    return OUTPUT_WEIGHT in dict(model.named_parameters(remove_duplicate=False))
+        setattr(model.get_submodule(path), local, given[id(parameter)])

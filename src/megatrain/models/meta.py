@@ -89,6 +89,8 @@ def _refuse_settings(config: PreTrainedConfig, model: PreTrainedModel, family: F
             "the config sets output_router_logits, which adds a router loss; only the plain loss is supported, "
             "set it to false in config.json"
         )
+    if model.config._experts_implementation == "batched_mm":
+        raise ModelError("experts_implementation batched_mm gives other bits in every run; use grouped_mm or eager")
     if settings.get("residual_in_fp32") and dtype != torch.float32:
         raise ModelError(
             "the config sets residual_in_fp32, which needs precision fp32; choose that, or set it to false in "
@@ -113,7 +115,7 @@ def _refuse_number_of_layers(config: PreTrainedConfig) -> None:
 
 
 def meta_model(
-    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, allow_unproven: bool
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None, allow_unproven: bool
 ) -> tuple[PreTrainedModel, Family]:
     """The model of `config` in eval mode: parameters on meta in `dtype`, buffers on the CPU with their real values.
 

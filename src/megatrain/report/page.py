@@ -145,7 +145,7 @@ def _lanes(record: Record) -> str:
         share = sum(row["lanes"][lane] for row in rows) / total
         items.append((f"{LANE_WORDS[lane]} {share:.0%}", LANES[lane]))
     chart = line_chart(series, lambda y: f"{y:.3g} s", label="Busy seconds of each lane over steps", from_zero=True)
-    note = "busy seconds a step; lanes overlap, so shares need not add up to 100 %"
+    note = "busy seconds a step, and their share of it; lanes overlap"
     return _card("Time by lane", _legend(items) + chart, note=note)
 
 
@@ -224,8 +224,9 @@ def _environment(record: Record) -> str:
     for key, value in facts.items():
         if key.startswith("hbm") and not value:
             continue
-        is_size = key.endswith("_bytes") and isinstance(value, int)
-        shown = gib(value) if is_size else "none" if value is None else str(value)
+        shown = "none" if value is None else str(value)
+        if isinstance(value, int) and key.endswith("_bytes"):
+            shown = gib(value)
         words = key.removesuffix("_bytes").replace("_", " ")
         rows.append(f'<tr><td>{escape(words)}</td><td class="value">{escape(shown)}</td></tr>')
     return _card("Environment", f"<table>{''.join(rows)}</table>") if rows else ""

@@ -24,7 +24,7 @@ h2 { font-size:15px; margin:0 0 2px; }
 .badge.good { color:var(--good); background:var(--goodbg); } .badge.warn { color:var(--warn);
   background:var(--warnbg); }
 .badge.bad { color:var(--bad); background:var(--badbg); }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(165px,1fr)); gap:12px; margin-bottom:14px; }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(142px,1fr)); gap:12px; margin-bottom:14px; }
 .tile, .card { background:var(--card); border:1px solid var(--rule); border-radius:10px; }
 .tile { padding:12px 15px; } .tile b { display:block; font-size:22px; font-weight:650; letter-spacing:-.01em;
   font-variant-numeric:tabular-nums; line-height:1.25; } .tile span { color:var(--soft); font-size:13px; }
