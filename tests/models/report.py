@@ -42,7 +42,9 @@ and in bf16:
 - a document in a pack gives what it gives alone under the framework's own attention code (within 1e-4 in fp32), and
   other documents of its pack do not reach it;
 - every special setting, switched off, changes the logits;
-- a folder that is written opens in `transformers` with every tensor equal.
+- a folder that is written opens in `transformers` with every tensor equal; one that `transformers` writes, in the names
+  and pieces of published checkpoints, is read and written alike (not of OLMo Hybrid, Lara Mini and Kimi Linear, whose
+  published tensors are cut otherwise: they are refused at loading, by name).
 
 What holds for all:
 

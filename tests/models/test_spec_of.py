@@ -110,6 +110,12 @@ def windows_of_qwen2_moe() -> PreTrainedConfig:
     return tiny_config("qwen2_moe", use_sliding_window=True, sliding_window=8, max_window_layers=1)
 
 
+def batched_experts() -> PreTrainedConfig:
+    config = tiny_config("mixtral")
+    config._experts_implementation = "batched_mm"
+    return config
+
+
 def classifier() -> PreTrainedConfig:
     return LlamaConfig(num_hidden_layers=1, hidden_size=64, architectures=["LlamaForSequenceClassification"])
 
@@ -127,6 +133,7 @@ def classifier() -> PreTrainedConfig:
         (GPT2Config(n_layer=1, n_embd=64, n_head=4), ["pdrop 0.1", "0.0"]),
         (tiny_config("mixtral", router_jitter_noise=0.1), ["router_jitter_noise 0.1", "0.0"]),
         (tiny_config("mixtral", output_router_logits=True), ["output_router_logits", "false"]),
+        (batched_experts(), ["batched_mm", "grouped_mm"]),
         (windows_of_qwen2_moe(), ["window", "use_sliding_window"]),
         (bidirectional(), ["use_bidirectional_attention", "false"]),
     ],
