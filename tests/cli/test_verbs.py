@@ -130,8 +130,11 @@ def test_plan_prints_and_refuses(run_config: Path, capsys: pytest.CaptureFixture
     shown = json.loads(capsys.readouterr().out)
     assert shown["verdict"] == "FITS"
     assert sum(row["num_bytes"] for row in shown["memory"] if row["tier"] == "ram") == shown["totals"]["ram"]
+    assert shown["misfit"] is None
     assert megatrain("plan", run_config, "memory.ram=1MiB") == 1
-    assert "NO" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "verdict: NO" in shown
+    assert "the smallest budget that would do is memory.ram: " in shown.splitlines()[-1]
     assert megatrain("train", run_config, "memory.ram=1MiB") == 2
     assert "the smallest budget that would do is memory.ram: " in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from megatrain.hardware import Machine
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
-from megatrain.planner import MemoryTable, plan_run, refuse_misfit
+from megatrain.planner import MemoryTable, misfit, plan_run, refuse_misfit
 from megatrain.schedule.plan import Plan, validate
 from megatrain.store import SegmentStore
 
@@ -159,7 +159,9 @@ def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
     with pytest.raises(PlanError) as error:
         refuse_misfit(spec, config, small, table)
     message = str(error.value)
-    assert "of hbm, the budget is 8.00 GiB" in message
+    assert "of hbm, the budget is 8.00 GiB (all that is free)" in message
+    asked = config.model_copy(update={"memory": Memory(hbm="8GiB")})
+    assert "the budget is 8.00 GiB; " in str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
     enough = int(message.split("memory.hbm: ")[1].split("MiB")[0])
     assert plan_run(spec, config, replace(GPU, hbm_free_bytes=enough << 20))[1].verdict("hbm") != "NO"
     assert plan_run(spec, config, replace(GPU, hbm_free_bytes=(enough - 1) << 20))[1].verdict("hbm") == "NO"

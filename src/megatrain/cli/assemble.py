@@ -46,7 +46,7 @@ from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
-from megatrain.planner import MemoryTable, plan_run, refuse_misfit
+from megatrain.planner import MemoryTable, misfit, plan_run, refuse_misfit
 from megatrain.schedule.plan import Plan
 from megatrain.store import SegmentStore
 from megatrain.train import Keeper, Run, RunFolder, Watch, refuse_other_run, train
@@ -284,13 +284,15 @@ def environment(machine: Machine) -> dict[str, object]:
 
 
 def show_plan(config: RunConfig, *, as_json: bool) -> int:
-    """Print the plan. 0 if it fits, 1 if not."""
+    """Print the plan, and what would fit if it does not. 0 if it fits, 1 if not."""
     run = planned(config)
+    reason = misfit(run.spec, run.config, run.machine, run.table)
     if as_json:
-        print(json.dumps(show.plan_json(run.spec, run.plan, run.table, run.machine), indent=1))
+        shown = show.plan_json(run.spec, run.plan, run.table, run.machine)
+        print(json.dumps({**shown, "misfit": reason}, indent=1))
     else:
         lines = [show.machine_line(run.machine), *show.plan_lines(run.spec, run.plan, run.table)]
-        print("\n".join(lines))
+        print("\n".join([*lines, reason] if reason else lines))
     return 1 if run.table.overall == "NO" else 0
 
 

@@ -6,7 +6,7 @@ May touch:     nothing outside its arguments; every function is pure.
 Must never:    allocate, run, or import torch.
 """
 
-from megatrain.planner.choose import plan_run, refuse_misfit
+from megatrain.planner.choose import misfit, plan_run, refuse_misfit
 from megatrain.planner.table import MemoryRow, MemoryTable
 
-__all__ = ["MemoryRow", "MemoryTable", "plan_run", "refuse_misfit"]
+__all__ = ["MemoryRow", "MemoryTable", "misfit", "plan_run", "refuse_misfit"]

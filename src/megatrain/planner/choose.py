@@ -43,7 +43,14 @@ def plan_run(spec: ModelSpec, config: RunConfig, machine: Machine) -> tuple[Plan
 
 
 def refuse_misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTable) -> None:
-    """PlanError, with the smallest budget that would do and the nearest changes that fit, if `table` says NO."""
+    """PlanError with what `misfit` says, if `table` says NO."""
+    reason = misfit(spec, config, machine, table)
+    if reason is not None:
+        raise PlanError(reason)
+
+
+def misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTable) -> str | None:
+    """What does not fit, the smallest budget that would do and the nearest changes that fit; None if all fits."""
     for tier in TIERS:
         if table.verdict(tier) != "NO":
             continue
@@ -54,10 +61,12 @@ def refuse_misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: M
                 fitting.setdefault(text.partition(":")[0], text)
         remedy = f"; these changes would fit: {', or '.join(fitting.values())}" if fitting else ""
         enough = format_size(-(-need // sizes.MIB) * sizes.MIB)
-        raise PlanError(
-            f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}; "
+        all_there_is = " (all that is free)" if budget == _free_bytes(machine)[tier] else ""  # no key can raise it
+        return (
+            f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; "
             f"the smallest budget that would do is memory.{tier}: {enough}{remedy}"
         )
+    return None
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
@@ -207,14 +216,13 @@ def _home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
     ]
 
 
+def _free_bytes(machine: Machine) -> dict[Tier, int]:
+    return {"hbm": machine.hbm_free_bytes, "ram": machine.ram_available_bytes, "disk": machine.disk_free_bytes}
+
+
 def _budgets(question: _Question) -> dict[Tier, int]:
     """What each tier may hold: what the user allows, but never more than the machine has free."""
-    memory, machine = question.config.memory, question.machine
-    has: dict[Tier, int] = {
-        "hbm": machine.hbm_free_bytes,
-        "ram": machine.ram_available_bytes,
-        "disk": machine.disk_free_bytes,
-    }
+    memory, has = question.config.memory, _free_bytes(question.machine)
     asked: dict[Tier, int | None] = {"hbm": memory.hbm, "ram": memory.ram, "disk": memory.disk}
     budgets: dict[Tier, int] = {}
     for tier in TIERS:
