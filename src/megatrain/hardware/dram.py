@@ -16,7 +16,7 @@ SPAN_ELEMENTS = 1 << 24
 def copy_Bps(num_bytes: int, threads: int, limit_s: float) -> float:
     """Bytes read plus bytes written a second, by up to `threads` threads over `num_bytes` in all.
 
-    Each thread touches its own pages first, so that they lie on its NUMA node. `num_bytes` must be well above the caches.
+    Each thread touches its own pages first: they lie on its NUMA node. `num_bytes` must be well above the caches.
     """
     threads = max(1, min(threads, num_bytes // (2 * PIECE_BYTES)))
     half_bytes = max(PIECE_BYTES, num_bytes // threads // 2 // PIECE_BYTES * PIECE_BYTES)

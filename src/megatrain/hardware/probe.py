@@ -19,6 +19,7 @@ from megatrain.hardware.gpu import LARGE_BYTES, Direction, Kernel, ask_smi
 from megatrain.hardware.machine import Machine
 from megatrain.hardware.measured import Gpu
 
+CUDA = torch.device("cuda")
 MATMUL_SIZE = {"cuda": 8192, "cpu": 768}
 MATMUL_TRIES = 4  # the first one warms up
 MATMULS_PER_LOOK = {"cuda": 8, "cpu": 1}  # between two looks at the clock
@@ -140,7 +141,7 @@ class TorchGpu:
         else:
             # CUDA keeps the refusal as its last error; the framework would raise it at the next kernel instead.
             with contextlib.suppress(torch.AcceleratorError):
-                torch.zeros(1, device="cuda")
+                torch.zeros(1, device=CUDA)
         return status
 
     def unpin_all(self) -> None:
@@ -190,7 +191,7 @@ class TorchGpu:
             status = self.pin(LARGE_BYTES)
             if status != 0:
                 raise RuntimeError(f"pinning {LARGE_BYTES:,} bytes was refused with CUDA error {status}")
-            host, there = self._pinned[-1], torch.ones(LARGE_BYTES, dtype=torch.uint8, device="cuda")
+            host, there = self._pinned[-1], torch.ones(LARGE_BYTES, dtype=torch.uint8, device=CUDA)
             target, source = (there, host) if direction == "h2d" else (host, there)
             self._lanes[direction] = (torch.cuda.Stream(), target, source)
 
@@ -198,8 +199,8 @@ class TorchGpu:
         if self._kernels:
             return
         size = MATMUL_SIZE["cuda"]
-        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        x, y = (torch.randn(LARGE_BYTES // 4, device="cuda") for _ in range(2))
+        a, b = (torch.randn(size, size, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+        x, y = (torch.randn(LARGE_BYTES // 4, device=CUDA) for _ in range(2))
         product, total = torch.empty_like(a), torch.empty_like(x)
         self._kernels["matmul"] = lambda: torch.mm(a, b, out=product)
         self._kernels["add"] = lambda: torch.add(x, y, out=total)
