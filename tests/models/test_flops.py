@@ -39,6 +39,27 @@ def test_totals() -> None:
     )
 
 
+def test_chunks_and_values_of_another_size() -> None:
+    chunked, mla = model_spec(tiny_config("llama4")), model_spec(tiny_config("deepseek_v3"))
+    assert attention_flops(chunked, 0, [20]) == 4 * 4 * 16 * (36 + 36 + 10)  # chunks of 8
+    assert attention_flops(chunked, 3, [20]) == 4 * 4 * 16 * 210
+    assert attention_flops(mla, 0, [20]) == 2 * 4 * (20 + 16) * 210
+    assert attention_flops(model_spec(tiny_config("qwen3_next")), 0, [20]) == 0
+
+
+def test_of_experts_the_chosen_ones_count() -> None:
+    """Two of four experts of 32 a token, on the last two blocks; the shared expert and the dense first block whole."""
+    spec = model_spec(tiny_config("qwen3_moe"))
+    one_expert = 3 * 32 * 64
+    assert spec.active_parameters == spec.num_parameters - 96 * 64 - 2 * 2 * one_expert
+    all_of_it = [sum(t.num_elements for t in block.tensors) for block in spec.blocks]
+    assert spec.active_by_block == (all_of_it[0], *(size - 2 * one_expert for size in all_of_it[1:]))
+    again = [False, True, False]
+    attention = attention_flops(spec, 1, [10])
+    more = hardware_flops(spec, [10], 0, again) - train_flops(spec, [10])
+    assert more == 2 * spec.active_by_block[1] * 10 + attention
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_matrix_products_agree_with_the_frameworks_counter(family: str) -> None:
     """A forward pass, without attention (an operator of ours, which that counter does not see)."""

@@ -1,8 +1,8 @@
 """Floating-point operations of a model, counted from its spec. Torch-free.
 
 A multiply-add counts two. Useful operations are those of the formula: each token is multiplied with the active
-parameters, and each query meets the keys it can see. Padding and recomputation are not useful; `hardware_flops` has
-them.
+parameters, and each query meets the keys it can see. What recurrent layers do beside their matrices is left out.
+Padding and recomputation are not useful; `hardware_flops` has them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ def visible_pairs(length_tokens: int, window_tokens: int | None) -> int:
 def attention_flops(spec: ModelSpec, block: int, document_lengths_tokens: Sequence[int]) -> int:
     """Of one block's forward pass: scores and weighted values, 2 multiply-adds a pair, head and channel."""
     shape = spec.attention[block]
-    pairs = sum(visible_pairs(length, shape.window_tokens) for length in document_lengths_tokens)
-    return 4 * shape.num_heads * shape.head_size * pairs
+    value_size = shape.head_size if shape.value_size is None else shape.value_size
+    pieces = [piece for length in document_lengths_tokens for piece in _chunks(length, shape.chunk_tokens)]
+    pairs = sum(visible_pairs(piece, shape.window_tokens) for piece in pieces)
+    return 2 * shape.num_heads * (shape.head_size + value_size) * pairs
+
+
+def _chunks(length_tokens: int, chunk_tokens: int | None) -> list[int]:
+    """Lengths of the chunks in which the tokens of a document attend; one without chunks."""
+    if chunk_tokens is None:
+        return [length_tokens]
+    whole, rest = divmod(length_tokens, chunk_tokens)
+    return [chunk_tokens] * whole + [rest]
 
 
 def eval_flops(spec: ModelSpec, document_lengths_tokens: Sequence[int]) -> int:
@@ -55,5 +65,7 @@ def hardware_flops(
 
 
 def block_parameters(spec: ModelSpec, index: int) -> int:
-    """Parameters of one block that a token is multiplied with (dense blocks: all of them)."""
+    """Parameters of one block that a token is multiplied with: all of them, of experts those chosen."""
+    if spec.active_by_block:
+        return spec.active_by_block[index]
     return sum(tensor.num_elements for tensor in spec.blocks[index].tensors)

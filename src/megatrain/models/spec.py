@@ -67,6 +67,7 @@ class ModelSpec:
     attention: tuple[AttentionShape, ...]  # one per block
     active_parameters: int
     max_positions: int
+    active_by_block: tuple[int, ...] = ()  # as active_parameters, of each block; empty: every block is dense
     saved_buffers: tuple[TensorSpec, ...] = ()  # of the blocks: part of checkpoints, never trained, in no segment
 
     @property

@@ -43,6 +43,7 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         segments[segment].append(tensor)
     _check_freeze(patterns, [t for tensors in segments.values() for t in tensors])
     values = _values(model.config)
+    active = _active_by_segment(values, segments)
     return ModelSpec(
         architecture=family.architecture,
         segments=tuple(SegmentSpec(name, _kind(name), tuple(tensors)) for name, tensors in segments.items()),
@@ -50,8 +51,9 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         hidden_size=_size(values, "hidden_size"),
         vocab_size=_size(values, "vocab_size"),
         attention=_attention(values, layers, family),
-        active_parameters=_active_parameters(model, values, segments, tied_name is not None),
+        active_parameters=sum(active) - (0 if tied_name else _embedding_elements(model)),
         max_positions=values.get("max_position_embeddings") or NO_LIMIT,
+        active_by_block=tuple(active[1:-1]),
         saved_buffers=_saved_buffers(model, family),
     )
 
@@ -140,22 +142,19 @@ def _undecayed(model: PreTrainedModel) -> frozenset[str]:
     )
 
 
-def _active_parameters(
-    model: PreTrainedModel, values: Mapping[str, Any], segments: Mapping[str, Sequence[TensorSpec]], tied: bool
-) -> int:
-    """Parameters that a token is multiplied with: of the experts those chosen, and no table that is only looked up."""
+def _active_by_segment(values: Mapping[str, Any], segments: Mapping[str, Sequence[TensorSpec]]) -> list[int]:
+    """Parameters that a token is multiplied with, of each segment: of the experts those chosen."""
     num_experts, chosen = _first(values, _NUM_EXPERTS), _first(values, _NUM_CHOSEN)
-    total = 0 if tied else -_embedding_elements(model)
+    totals = []
     for index, tensors in enumerate(segments.values(), -1):  # EMBED comes first
+        totals.append(sum(t.num_elements for t in tensors))
         for tensor in tensors:
             if num_experts and _is_of_experts(
                 tensor, (num_experts, num_experts + (values.get("zero_expert_num") or 0))
             ):
                 count = chosen[index] if isinstance(chosen, list) else chosen
-                total += tensor.num_elements // tensor.shape[0] * count
-            else:
-                total += tensor.num_elements
-    return total
+                totals[-1] -= tensor.num_elements // tensor.shape[0] * (tensor.shape[0] - count)
+    return totals
 
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
