@@ -10,7 +10,7 @@ from megatrain.hardware.checks import Check, judge, worst
 from megatrain.hardware.measured import Disk, Gpu, Host, Link, Measured, Pin
 
 GIB = 1 << 30
-HOST = Host("A Processor 9000", "x86_64 avx2", 16, 1, 128 * GIB, 120 * GIB, None, None)
+HOST = Host("A Processor 9000", "x86_64 avx2", 16, 1, 128 * GIB, 120 * GIB, None, None, 0.3)
 GPU = Gpu("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "565.57.01", True, 16, 16)
 LINK = Link(55e9, 55e9, 49e9, 49e9, ((1 << 20, 46e9), (256 << 20, 55e9)))
 DISK = Disk("ext4", 900 * GIB, True, 1.7e9, 1.7e9)
@@ -38,7 +38,7 @@ def lacking(name: str, **figures: None) -> Measured:
     return replace(GOOD, failed={name: "OSError: no"}, **figures)
 
 
-def host(**changes: int | str | None) -> Measured:
+def host(**changes: float | str | None) -> Measured:
     return replace(GOOD, host=replace(HOST, **changes))
 
 
@@ -62,6 +62,7 @@ BAD = [
     ("ram", "WARN", host(ram_limit_bytes=64 * GIB), "memory limit"),
     ("cpu", "WARN", host(isa="x86_64"), "AVX2"),
     ("cpu", "WARN", host(num_cores=2), "4 cores"),
+    ("cpu", "WARN", host(load=9.0), "idle"),
     ("native core", "WARN", replace(GOOD, native_isas=()), "compiler"),
     ("dram", "WARN", replace(GOOD, dram_copy_Bps=5e9), "memory channel"),
     ("dram", "FAIL", lacking("dram", dram_copy_Bps=None), "RAM"),

@@ -37,7 +37,9 @@ def test_one_file_for_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = cache_file(HOST, GPU)
     assert path.is_relative_to(tmp_path / "megatrain")
     assert path.name == "machine.json"
-    assert path == cache_file(replace(HOST, ram_available_bytes=5), replace(GPU, hbm_free_bytes=5))
+    assert path == cache_file(
+        replace(HOST, ram_available_bytes=5, load=7.0, locked_limit_bytes=1), replace(GPU, hbm_free_bytes=5)
+    )
     others = [
         cache_file(replace(HOST, processor="Another"), GPU),
         cache_file(replace(HOST, num_cores=8), GPU),

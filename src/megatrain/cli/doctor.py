@@ -81,10 +81,10 @@ def doctor(folder: Path, *, quick: bool, cached: bool, as_json: bool) -> int:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         smi = ask_smi(None) if gpu is None else None
         start = Measured(now, host, versions(), tuple(isas()), gpu=gpu, driver_without_torch=smi and smi.name)
-        measured = measure(start, folder, QUICK if quick else FULL, taker)
+        fresh = measure(start, folder, QUICK if quick else FULL, taker)
         if not quick:
-            taker.take("cache", lambda: save_measured(measured, path))
-            measured = replace(measured, failed=dict(taker.failed))
+            taker.take("cache", lambda: save_measured(fresh, path))
+        measured = replace(fresh, failed=dict(taker.failed))
     _say("")
     found = doctor_checks.judge(measured)
     if as_json:

@@ -1,8 +1,8 @@
 """Room card of the hardware.
 
-Holds:         Machine (torch-free) and, in `probe.py`, the questions that fill it.
-Takes -> gives: the machine under us -> a frozen Machine.
-May touch:     /proc, the CUDA driver's figures, the free space of a folder.
+Holds:         Machine and Measured (torch-free), what fills them, and the doctor's checks; torch only in `probe.py`.
+Takes -> gives: the machine under us -> a frozen Machine; in more time, every rate of it, kept in a file.
+May touch:     /proc, /sys, the GPU, a tenth of the RAM, a nameless file in the output folder, the cache folder.
 Must never:    decide anything.
 """
 

@@ -14,6 +14,7 @@ from megatrain.hardware.disk import RAM_FILESYSTEMS
 from megatrain.hardware.measured import Gpu, Measured
 
 Verdict = Literal["OK", "WARN", "FAIL"]
+GRAVEST_FIRST: tuple[Verdict, ...] = ("FAIL", "WARN")
 
 GIB, GB = 1 << 30, 1e9
 BYTES_PER_PARAM = 12  # a checkpoint's share; also what host memory holds
@@ -24,6 +25,7 @@ SLOW_UPDATE_PER_S = 0.2e9
 SHARED_LINK = 0.6  # of a direction alone, while both are busy
 SMALL_COPY = 0.5  # a 1 MiB copy against a 256 MiB one
 BAD_SLOWDOWN = 1.3
+BUSY = 0.5  # processes that want a core, for each core
 MOST_TAKEN = 0.2  # share of HBM that others may hold without a word
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre")
 
@@ -45,7 +47,10 @@ def judge(measured: Measured) -> tuple[Check, ...]:
 
 def worst(checks: tuple[Check, ...]) -> Verdict:
     """The gravest verdict."""
-    return max((check.verdict for check in checks), key=("OK", "WARN", "FAIL").index)
+    for verdict in GRAVEST_FIRST:
+        if any(check.verdict == verdict for check in checks):
+            return verdict
+    return "OK"
 
 
 def _one(name: str, found: str, *complaints: tuple[bool, Verdict, str]) -> list[Check]:
@@ -109,11 +114,17 @@ def _ram(m: Measured) -> list[Check]:
 
 def _cpu(m: Measured) -> list[Check]:
     host = m.host
-    found = f"{host.processor}, {host.isa}, {host.num_cores} cores, {host.num_numa_nodes} NUMA node(s)"
+    nodes = f"{host.num_numa_nodes} NUMA node" + "s" * (host.num_numa_nodes != 1)
+    found = f"{host.processor}, {host.isa}, {host.num_cores} cores, {nodes}, load {host.load:.1f}"
     return _one(
         "cpu",
         found,
         (" " not in host.isa, "WARN", "use a processor with AVX2 or NEON: updates take several times longer here"),
+        (
+            host.load > BUSY * host.num_cores,
+            "WARN",
+            "measure again when the machine is idle: these figures are too low",
+        ),
         (host.num_cores < 4, "WARN", "give this process at least 4 cores: updates and copies share them"),
     )
 

@@ -23,7 +23,7 @@ def copy_Bps(num_bytes: int, threads: int, limit_s: float) -> float:
     with ThreadPoolExecutor(threads) as pool:
         pairs = list(pool.map(lambda _: _touched_pair(half_bytes), range(threads)))
         started = time.perf_counter()
-        copied = sum(pool.map(lambda pair: _copy_until(*pair, started + limit_s), pairs))
+        copied = sum(pool.map(lambda pair: _copy_until(pair[0], pair[1], started + limit_s), pairs))
         return 2 * copied / (time.perf_counter() - started)
 
 

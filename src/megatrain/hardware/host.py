@@ -35,6 +35,7 @@ def describe_host(
         ram_available_bytes=ram_available_bytes,
         ram_limit_bytes=ram_limit_bytes,
         locked_limit_bytes=locked_limit_bytes,
+        load=os.getloadavg()[0],
     )
 
 

@@ -27,6 +27,7 @@ class Host:
     ram_available_bytes: int
     ram_limit_bytes: int | None
     locked_limit_bytes: int | None  # RLIMIT_MEMLOCK; None when unlimited
+    load: float  # processes that wanted a core, over the last minute, before anything was measured
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ _ADAPTER = TypeAdapter(Measured)
 
 def cache_file(host: Host, gpu: Gpu | None) -> Path:
     """Where the figures of this machine are kept: one folder for each set of host facts, as homes are shared."""
-    steady = replace(host, ram_available_bytes=0, locked_limit_bytes=None)
+    steady = replace(host, ram_available_bytes=0, locked_limit_bytes=None, load=0.0)
     facts = [steady.__dict__, None if gpu is None else [gpu.name, gpu.hbm_total_bytes, gpu.driver]]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -20,6 +20,7 @@ from megatrain.hardware.machine import Machine
 from megatrain.hardware.measured import Gpu
 
 CUDA = torch.device("cuda")
+Span = tuple[torch.cuda.Event, torch.cuda.Event]  # its start and its end
 MATMUL_SIZE = {"cuda": 8192, "cpu": 768}
 MATMUL_TRIES = 4  # the first one warms up
 MATMULS_PER_LOOK = {"cuda": 8, "cpu": 1}  # between two looks at the clock
@@ -154,7 +155,9 @@ class TorchGpu:
         """Seconds until `repeats` pinned copies were done, for each of the directions, started together."""
         self._open_lanes()
         torch.cuda.synchronize()
-        marks = {direction: self._issue(direction, num_bytes, repeats) for direction in directions}
+        marks: dict[Direction, Span] = {
+            direction: self._issue(direction, num_bytes, repeats) for direction in directions
+        }
         torch.cuda.synchronize()
         return {direction: start.elapsed_time(end) / 1e3 for direction, (start, end) in marks.items()}
 
@@ -173,7 +176,7 @@ class TorchGpu:
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    def _issue(self, direction: Direction, num_bytes: int, repeats: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _issue(self, direction: Direction, num_bytes: int, repeats: int) -> Span:
         stream, target, source = self._lanes[direction]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         target, source = target[:num_bytes], source[:num_bytes]
