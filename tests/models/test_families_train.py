@@ -86,7 +86,7 @@ def test_written_folder_opens_in_transformers(case: str, tmp_path: Path) -> None
 
 
 # Published checkpoints that hold a tensor cut otherwise, so that ours is not a run of theirs: refused by name.
-UNREAD = ("olmo_hybrid", "lara_mini", "kimi_linear")
+UNREAD = [case for case in ("olmo_hybrid", "lara_mini", "kimi_linear") if case in CASES]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in UNREAD])
