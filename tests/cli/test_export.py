@@ -98,7 +98,12 @@ def test_the_card_says_what_the_run_recorded(run_config: Path, tmp_path: Path) -
 def test_a_step_that_was_not_evaluated_claims_no_loss(run_config: Path, tmp_path: Path) -> None:
     assert megatrain("train", run_config) == 0
     assert megatrain("export", tmp_path / "run", tmp_path / "out", "--step", "4") == 0
-    assert "eval loss" not in (tmp_path / "out/README.md").read_text()
+    text = (tmp_path / "out/README.md").read_text()
+    assert "eval loss" not in text
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    first = [row for row in rows if "loss" in row and row["step"] <= 4]
+    assert f"| tokens trained on | {sum(row['tokens'] for row in first):,}, of which" in text
+    assert f"| training loss of the last step | {first[-1]['loss']:.4f} |" in text
 
 
 def test_generation_config_and_template_are_kept(run_config: Path, tiny_model: Path, tmp_path: Path) -> None:

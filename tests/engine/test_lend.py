@@ -74,6 +74,23 @@ def test_the_next_block_is_there_before_it_is_asked_for(monkeypatch: pytest.Monk
     assert torch.equal(lender.block(0)["a"], store.views(store.flat("L000", "w"), "L000")["a"])
 
 
+def test_blocks_that_fit_the_slots_are_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    fetch = Lender._fetch
+
+    def spy(self: Lender, name: str, slot: int) -> None:
+        fetched.append(name)
+        fetch(self, name, slot)
+
+    monkeypatch.setattr(Lender, "_fetch", spy)
+    for num_blocks in (1, 2):
+        fetched.clear()
+        lender = Lender(*filled(num_blocks), CPU, through_slots=True)
+        for index in [*range(num_blocks)] * 3:
+            lender.block(index)
+        assert fetched == ["L000", "L001"][:num_blocks]
+
+
 def test_without_slots_nothing_is_copied() -> None:
     store, plan = filled(3)
     lender = Lender(store, plan, CPU, through_slots=False)
