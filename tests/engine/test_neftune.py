@@ -1,4 +1,4 @@
-"""Noise on embeddings in the engine is that of the reference loop at any placement, bit for bit; evaluation has none."""
+"""NEFTune: noise that depends on the element alone; the engine equals the reference loop with it, at any placement."""
 
 from __future__ import annotations
 

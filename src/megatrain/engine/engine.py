@@ -177,7 +177,7 @@ class Engine:
             self._chaos.begin(schedule)
         try:
             self.trace = self._executor.run(schedule)
-        except BaseException as error:  # noqa: BLE001 - handed on at once; a Ctrl-C inside a program counts too
+        except BaseException as error:
             self._failed = error
             raise
 

@@ -85,7 +85,7 @@ class RunFolder:
         if not self.metrics.exists():
             return
         lines = self.metrics.read_text("utf-8", errors="replace").split("\n")
-        kept = [line for line in lines if 0 < last_step and _step_of(line) <= last_step]
+        kept = [line for line in lines if last_step > 0 and _step_of(line) <= last_step]
         replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
     def close(self) -> None:
