@@ -90,7 +90,7 @@ class Engine:
         else:
             self._executor = Executor(chaos.lanes(device), chaos.table(self._handlers.table, places.poison))
         self._pending = False
-        self._failed: BaseException | None = None
+        self._unfinished = False  # a program was begun and did not end
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
 
     def train_step(
@@ -165,21 +165,17 @@ class Engine:
         return self._schedules[key]
 
     def _run(self, program: Program, step: Step) -> None:
-        if self._failed is not None:
+        if self._unfinished:
             # some of its updates may have run and some not: nothing may be trained, evaluated or saved from this state
-            raise RuntimeError(
-                "the engine stopped in the middle of a program; resume from a checkpoint"
-            ) from self._failed
+            raise RuntimeError("the engine stopped in the middle of a program; resume from a checkpoint")
+        self._unfinished = True
         schedule = self.schedule(program, len(step.micro_batches))
         step.last_use = {id(op): dead for op, dead in zip(schedule, dead_after(schedule), strict=True)}
         self._handlers.step = step
         if self._chaos is not None:
             self._chaos.begin(schedule)
-        try:
-            self.trace = self._executor.run(schedule)
-        except BaseException as error:
-            self._failed = error
-            raise
+        self.trace = self._executor.run(schedule)
+        self._unfinished = False
 
     def _noise_of(self, step: int) -> Disturb:
         """NEFTune's noise of a step."""
