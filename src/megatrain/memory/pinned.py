@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,14 @@ def register(buffers: Sequence[Tensor]) -> Pinned:
 
 
 def copy_in_pieces(target: Tensor, source: Tensor) -> None:
-    """target.copy_(source), asynchronous on the current stream. One of them is a whole registered buffer, both 1-D."""
+    """target.copy_(source), asynchronous on the current stream. One of them is a whole registered buffer, both 1-D.
+
+    Between host buffers: at once, by one thread. The framework would start a team of threads in every lane, whose idle
+    members spin on the cores that the compute lane needs.
+    """
+    if not (target.is_cuda or source.is_cuda):
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        return
     piece = PIECE_BYTES // source.itemsize
     for start in range(0, source.numel(), piece):
         target[start : start + piece].copy_(source[start : start + piece], non_blocking=True)
