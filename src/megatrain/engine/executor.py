@@ -1,4 +1,7 @@
-"""The executor: one issuing thread a lane, a loop, and a dispatch table. It decides nothing."""
+"""The executor: one issuing thread a lane, a loop, and a dispatch table. It decides nothing.
+
+The caller's own thread issues the compute lane: on a CPU the same products ran 5 to 10 % slower on a thread of its own.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,10 @@ class Executor:
     def __init__(self, lanes: Mapping[Lane, LaneDevice], handlers: Mapping[Kind, Handler]) -> None:
         self._lanes = lanes
         self._handlers = handlers
-        self._inbox: dict[Lane, queue.SimpleQueue[_Run | None]] = {lane: queue.SimpleQueue() for lane in lanes}
+        others = [lane for lane in lanes if lane != Lane.COMPUTE]
+        self._inbox: dict[Lane, queue.SimpleQueue[_Run | None]] = {lane: queue.SimpleQueue() for lane in others}
         self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"megatrain-{lane}", daemon=True) for lane in lanes
+            threading.Thread(target=self._serve, args=(lane,), name=f"megatrain-{lane}", daemon=True) for lane in others
         ]
         for thread in self._threads:
             thread.start()
@@ -70,6 +74,9 @@ class Executor:
         run = _Run(schedule, tuple(self._lanes))
         for inbox in self._inbox.values():
             inbox.put(run)
+        compute = self._lanes[Lane.COMPUTE]
+        with compute.context():
+            self._issue(run, Lane.COMPUTE, compute)
         run.done.wait()
         if run.error is not None:
             raise run.error
@@ -86,12 +93,16 @@ class Executor:
         device = self._lanes[lane]
         with device.context():
             while (run := self._inbox[lane].get()) is not None:
-                try:
-                    self._run_lane(run, lane, device)
-                    device.drain()
-                except BaseException as error:  # noqa: BLE001 - a lane's error, of any kind, must reach the caller
-                    run.fail(error)
-                run.lane_finished()
+                self._issue(run, lane, device)
+
+    def _issue(self, run: _Run, lane: Lane, device: LaneDevice) -> None:
+        """All of a run's ops of one lane; an error, of any kind, is left in the run for the caller."""
+        try:
+            self._run_lane(run, lane, device)
+            device.drain()
+        except BaseException as error:  # noqa: BLE001 - it reaches the caller through the run
+            run.fail(error)
+        run.lane_finished()
 
     def _run_lane(self, run: _Run, lane: Lane, device: LaneDevice) -> None:
         rows = run.rows[lane]
