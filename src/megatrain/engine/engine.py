@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,7 @@ class Engine:
         self._pending = False
         self._unfinished = False  # a program was begun and did not end
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
+        self._last_uses: dict[int, Mapping[int, Sequence[Place]]] = {}
 
     def train_step(
         self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW, step: int = 0
@@ -170,12 +171,19 @@ class Engine:
             raise RuntimeError("the engine stopped in the middle of a program; resume from a checkpoint")
         self._unfinished = True
         schedule = self.schedule(program, len(step.micro_batches))
-        step.last_use = {id(op): dead for op, dead in zip(schedule, dead_after(schedule), strict=True)}
+        step.last_use = self._last_use_of(schedule)
         self._handlers.step = step
         if self._chaos is not None:
             self._chaos.begin(schedule)
         self.trace = self._executor.run(schedule)
         self._unfinished = False
+
+    def _last_use_of(self, schedule: Schedule) -> Mapping[int, Sequence[Place]]:
+        """id(op) -> what nobody needs after it. Once a schedule (all are kept), not once a step."""
+        key = id(schedule)
+        if key not in self._last_uses:
+            self._last_uses[key] = {id(op): dead for op, dead in zip(schedule, dead_after(schedule), strict=True)}
+        return self._last_uses[key]
 
     def _noise_of(self, step: int) -> Disturb:
         """NEFTune's noise of a step."""
