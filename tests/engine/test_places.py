@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.engine.places import Places, place_bytes
+from megatrain.engine.places import Places
 from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import choose, sizes
@@ -22,7 +22,7 @@ STREAMED = frozenset({"EMBED", "L000"})
 @pytest.mark.parametrize(("precision", "compute_bytes"), [("bf16", 2), ("fp32", 4)])
 def test_a_state_slot_is_what_the_planner_counts_and_the_gradient_has_no_home(precision, compute_bytes):
     plan = make_plan(SPEC, Placement(streamed=STREAMED))
-    table = place_bytes(SPEC, plan, LAYOUTS, compute_bytes, 8)
+    table = sizes.slot_bytes(SPEC, plan, LAYOUTS, compute_bytes, 8)
     shapes = sizes.Shapes(SPEC, LAYOUTS, compute_bytes, 8, 8, compiled=False)
     for segment in plan.segments:
         own = sum(size for name, size in table.items() if segment.name in name.split("."))

@@ -12,13 +12,12 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain.config import Memory, RunConfig, resolved
-from megatrain.engine.places import place_bytes
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
-from megatrain.planner import MemoryTable, misfit, plan_run, refuse_misfit
+from megatrain.planner import MemoryTable, misfit, plan_run, refuse_misfit, sizes
 from megatrain.schedule.plan import Plan, validate
 from megatrain.store import SegmentStore
 
@@ -68,7 +67,7 @@ def slots_of(spec: ModelSpec, plan: Plan, config: RunConfig, compute_bytes: int)
     """What the engine asks its device arena for."""
     assert config.micro_batch_tokens is not None
     layouts = {segment.name: layout_of(segment) for segment in spec.segments}
-    return sum(place_bytes(spec, plan, layouts, compute_bytes, config.micro_batch_tokens).values())
+    return sum(sizes.slot_bytes(spec, plan, layouts, compute_bytes, config.micro_batch_tokens).values())
 
 
 @pytest.mark.parametrize("freeze", [(), ("embed_tokens",), (r"layers\.0\.",)])

@@ -5,44 +5,16 @@ Legend: T tokens of a micro-batch, D hidden size, M micro-batches of a round, L 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from megatrain.memory.device import DeviceArena
-from megatrain.models.layout import Layout, embedding_of
+from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
+from megatrain.planner.sizes import slot_bytes
 from megatrain.schedule.ops import TIED_GRAD, Place
 from megatrain.schedule.plan import Plan
 from megatrain.store.store import SegmentStore
-
-
-def place_bytes(
-    spec: ModelSpec, plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int, micro_batch_tokens: int
-) -> dict[str, int]:
-    """Name -> bytes of every slot and boundary activation: the table that becomes the device arena."""
-    pool = [s.name for s in plan.blocks if s.weights == "pool"]
-    pool_elements = max((layouts[name].num_elements for name in pool), default=0)
-    pooled_grads = [layouts[s.name].num_trainable for s in plan.blocks if s.grads == "pool" and s.trainable]
-    table = {f"w.{k}": pool_elements * compute_bytes for k in range(plan.weight_slots if pool else 0)}
-    table |= {f"g.{k}": max(pooled_grads) * 4 for k in range(plan.grad_slots if pooled_grads else 0)}
-    for segment in plan.segments:
-        layout = layouts[segment.name]
-        if segment.weights == "own" and segment.state != "hbm":
-            table[f"w.{segment.name}"] = layout.num_elements * compute_bytes
-        if segment.grads == "own" and segment.trainable:
-            table[f"g.{segment.name}"] = layout.num_trainable * 4
-        if segment.streams_state:
-            kinds_bytes = {"lo": 2, "m": 4, "v": 4} if compute_bytes == 2 else {"m": 4, "v": 4}
-            table |= {f"s.{segment.name}.{kind}": layout.num_trainable * size for kind, size in kinds_bytes.items()}
-    if plan.has_tied_grad:
-        table[str(TIED_GRAD)] = embedding_of(spec).num_elements * 4
-    boundary_bytes = micro_batch_tokens * spec.hidden_size * compute_bytes
-    for m in range(plan.round_micro_batches):
-        table |= {f"act.{i}.{m}": boundary_bytes for i in range(len(plan.blocks) + 1)}
-        table[f"dact.{m}"] = boundary_bytes
-    return table
 
 
 class Places:
@@ -63,7 +35,7 @@ class Places:
         self._hidden_shape = (1, micro_batch_tokens, spec.hidden_size)
         self._state_kinds = ("lo", "m", "v") if store.precision == "bf16" else ("m", "v")
         self._resident = {s.name for s in plan.segments if s.state == "hbm"}
-        table = place_bytes(spec, plan, store.layouts, compute_dtype.itemsize, micro_batch_tokens)
+        table = slot_bytes(spec, plan, store.layouts, compute_dtype.itemsize, micro_batch_tokens)
         self.arena = DeviceArena(table, device)
         self.tied = store.layouts["EMBED"][embedding_of(spec).name] if plan.tied else None
         self._views: dict[tuple[Place, str], dict[str, Tensor]] = {}

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatrain.config import RunConfig
-from megatrain.models.layout import Layout
+from megatrain.models.layout import Layout, embedding_of
 from megatrain.models.spec import ModelSpec, SegmentSpec
+from megatrain.schedule.ops import TIED_GRAD
 from megatrain.schedule.plan import Plan, SegmentPlan
 
 MIB = 1 << 20
@@ -23,6 +24,7 @@ SAVE_BUFFER_BYTES = 96 * MIB  # pieces of a checkpoint on their way to the disk
 # Saved by autograd ÷ what linear layers take and give, by `compiled`. Seen: eager 1.11 (Llama fp32), 1.23 (Llama bf16),
 # 1.61 (Qwen3 bf16); compiled 0.85 (Llama bf16 on an H200).
 SAVED_SCALE = {False: 1.6, True: 1.0}
+STATE_BYTES = {2: {"lo": 2, "m": 4, "v": 4}, 4: {"m": 4, "v": 4}}  # of one parameter, by compute_bytes
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms, by compute_bytes (fp32: 9.7 seen)
 
 
@@ -45,12 +47,37 @@ def weights_bytes(shapes: Shapes, segment: str) -> int:
 
 def state_bytes(shapes: Shapes, segment: str) -> int:
     """A segment's lo (bf16 only), m and v."""
-    return shapes.layouts[segment].num_trainable * (10 if shapes.compute_bytes == 2 else 8)
+    return shapes.layouts[segment].num_trainable * sum(STATE_BYTES[shapes.compute_bytes].values())
 
 
 def gradient_bytes(shapes: Shapes, segment: str) -> int:
     """A segment's fp32 gradient sum."""
     return shapes.layouts[segment].num_trainable * 4
+
+
+def slot_bytes(
+    spec: ModelSpec, plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int, micro_batch_tokens: int
+) -> dict[str, int]:
+    """Name -> bytes of every slot and boundary activation: the table that the engine makes its device arena of."""
+    pool = [layouts[s.name].num_elements for s in plan.blocks if s.weights == "pool"]
+    pooled_grads = [layouts[s.name].num_trainable for s in plan.blocks if s.grads == "pool" and s.trainable]
+    table = {f"w.{k}": max(pool) * compute_bytes for k in range(plan.weight_slots if pool else 0)}
+    table |= {f"g.{k}": max(pooled_grads) * 4 for k in range(plan.grad_slots if pooled_grads else 0)}
+    for segment in plan.segments:
+        layout = layouts[segment.name]
+        if segment.weights == "own" and segment.state != "hbm":
+            table[f"w.{segment.name}"] = layout.num_elements * compute_bytes
+        if segment.grads == "own" and segment.trainable:
+            table[f"g.{segment.name}"] = layout.num_trainable * 4
+        if segment.streams_state:
+            table |= {f"s.{segment.name}.{k}": layout.num_trainable * n for k, n in STATE_BYTES[compute_bytes].items()}
+    if plan.has_tied_grad:
+        table[str(TIED_GRAD)] = embedding_of(spec).num_elements * 4
+    one_bytes = micro_batch_tokens * spec.hidden_size * compute_bytes
+    for m in range(plan.round_micro_batches):
+        table |= {f"act.{i}.{m}": one_bytes for i in range(len(plan.blocks) + 1)}
+        table[f"dact.{m}"] = one_bytes
+    return table
 
 
 def segment_hbm_bytes(shapes: Shapes, segment: SegmentPlan) -> int:
