@@ -6,9 +6,9 @@ a suggestion. `resolved` replaces each `auto` once, before step 0. `docs/config.
 
 from __future__ import annotations
 
-import difflib
+import ctypes
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,9 +16,9 @@ import yaml
 from pydantic import BaseModel, Discriminator, Field, PlainSerializer, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatrain.config_spellings import ALIASES, BATCH_FACTORS, CODE_KEYS, HINTS
-from megatrain.config_values import STRICT, DatasetPart, Memory
-from megatrain.config_yaml import ConfigValue, parse_mapping, parse_value
+from megatrain.config_spellings import ALIASES, BATCH_FACTORS, did_you_mean, own_names, with_words
+from megatrain.config_values import STRICT, DatasetPart, Memory, format_size
+from megatrain.config_yaml import ConfigValue, parse_mapping
 from megatrain.errors import ConfigError
 
 Group = Literal["run", "data", "optimisation", "numerics", "placement", "output"]
@@ -31,6 +31,17 @@ Trackers = Annotated[
     tuple[Literal["tensorboard", "trackio", "wandb"], ...], PlainSerializer(lambda names: list(names) or "none")
 ]
 FREE_GROUPS = ("placement", "output")  # keys of these groups may change at resume
+# Numbers that the arithmetic of a step holds in fp32.
+FP32_KEYS = (
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+)
 
 
 def _key(default: Any, group: Group, description: str, **limits: Any) -> Any:
@@ -149,53 +160,6 @@ def group_of(key: str) -> str:
     return str(extra["group"])
 
 
-def _refuse_unknown(key: str, where: str) -> None:
-    if key in CODE_KEYS:
-        raise ConfigError(f"{where}: key '{key}' is refused: MegaTrain runs no code named by a file; remove the key")
-    if key in HINTS:
-        raise ConfigError(f"{where}: key '{key}' has no place here: {HINTS[key]}")
-    known = [*RunConfig.model_fields, *ALIASES, *BATCH_FACTORS]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"did you mean '{close[0]}'?" if close else "docs/config.md lists the keys"
-    raise ConfigError(f"{where}: unknown key '{key}'; {hint}")
-
-
-def _without_aliases(raw: Mapping[str, ConfigValue]) -> dict[str, ConfigValue]:
-    """The same table under our own names. Two spellings of one key are an error."""
-    table: dict[str, ConfigValue] = {}
-    factors: dict[str, ConfigValue] = {}
-    for name, item in raw.items():
-        key = ALIASES.get(name, name)
-        if name in BATCH_FACTORS:
-            factors[name] = item
-            continue
-        if key not in RunConfig.model_fields:
-            _refuse_unknown(name, item.where)
-        if key in table:
-            raise ConfigError(f"{item.where}: '{name}' and a line before it both set '{key}'; keep one")
-        table[key] = item
-    if factors:
-        _multiply_factors(table, factors)
-    return table
-
-
-def _multiply_factors(table: dict[str, ConfigValue], factors: Mapping[str, ConfigValue]) -> None:
-    """per_device_train_batch_size (or micro_batch_size) × gradient_accumulation_steps = train_batch_size."""
-    where = next(iter(factors.values())).where
-    if "train_batch_size" in table:
-        raise ConfigError(f"{where}: '{next(iter(factors))}' and 'train_batch_size' both size the batch; keep one")
-    if len(factors.keys() & set(BATCH_FACTORS[:2])) != 1:
-        raise ConfigError(
-            f"{where}: give train_batch_size, or per_device_train_batch_size × gradient_accumulation_steps"
-        )
-    product = 1
-    for name, item in factors.items():
-        if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 1:
-            raise ConfigError(f"{item.where}: {name} is {item.value!r}; it must be a whole number of at least 1")
-        product *= item.value
-    table["train_batch_size"] = ConfigValue(product, where)
-
-
 INNER_KEYS = {"memory": "memory has hbm, ram and disk", "dataset": "a dataset has path, format, repeat and weight"}
 
 
@@ -226,8 +190,43 @@ def _validated(table: Mapping[str, ConfigValue], source: str) -> RunConfig:
             raise ConfigError(
                 f"{table['freeze'].where}: freeze has {pattern!r}, not a regular expression: {error}"
             ) from None
-    _refuse_contradictions(config, {key: item.where for key, item in table.items()})
+    where = {key: item.where for key, item in table.items()}
+    _refuse_lost_in_fp32(config, where)
+    _refuse_contradictions(config, where)
     return config
+
+
+def fp32(value: float) -> float:
+    """The nearest fp32 number; infinity beyond the largest."""
+    return ctypes.c_float(value).value
+
+
+def _refuse_lost_in_fp32(config: RunConfig, where: Mapping[str, str]) -> None:
+    """ConfigError if fp32, which steps compute in, makes another wish of a number: out of its limits, or nothing."""
+    values = dict(config)
+    for key in where.keys() & set(FP32_KEYS):
+        value = values[key]
+        if value is None:
+            continue
+        near = fp32(value)
+        try:
+            RunConfig.model_validate({**values, key: near})
+            limit = "a number that is not 0 would become 0" if near == 0 != value else ""
+        except ValidationError as error:
+            limit = error.errors()[0]["msg"].lower()
+        if limit:
+            raise ConfigError(
+                f"{where[key]}: {key} is {value!r}, which is {near!r} in fp32, in which steps are computed: {limit}; "
+                "give a number that fp32 can tell apart"
+            )
+    decay = config.learning_rate * config.weight_decay
+    if decay and fp32(1.0 - decay) == 1.0:
+        least = 2.0**-24 / config.learning_rate
+        raise ConfigError(
+            f"{where['weight_decay']}: weight_decay is {config.weight_decay!r}; at learning_rate "
+            f"{config.learning_rate!r} a step would multiply weights by 1 - {decay:.2g}, which is 1 in fp32: nothing "
+            f"would decay; give at least {least:.2g}, or 0"
+        )
 
 
 def _refuse_contradictions(config: RunConfig, where: Mapping[str, str]) -> None:
@@ -265,31 +264,6 @@ def _widened(key: str, value: object) -> object:
     return value
 
 
-def _with_overrides(raw: dict[str, ConfigValue], overrides: Sequence[str]) -> dict[str, ConfigValue]:
-    """`key=value` words replace what the file says; `memory.hbm=24GiB` reaches into memory."""
-    own_name = {ALIASES.get(name, name): name for name in raw}
-    for word in overrides:
-        name, equals, text = word.partition("=")
-        where = f"command line '{word}'"
-        if not equals or not name:
-            raise ConfigError(f"{where}: write key=value, for example learning_rate=2e-5")
-        value = parse_value(text, where)
-        if name.startswith("memory."):
-            before = raw["memory"].value if "memory" in raw else {}
-            if not isinstance(before, dict):
-                raise ConfigError(f"{raw['memory'].where}: memory is {before!r}; write {{hbm: …, ram: …}}")
-            name, value = "memory", {**before, name.removeprefix("memory."): value}
-        key = ALIASES.get(name, name)
-        if key in own_name:
-            raw.pop(own_name[key], None)
-        if key == "train_batch_size":
-            for factor in BATCH_FACTORS:
-                raw.pop(factor, None)
-        own_name[key] = name
-        raw[name] = ConfigValue(value, where)
-    return raw
-
-
 def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The RunConfig of a YAML file (None: of the words alone) with `key=value` overrides; ConfigError on a mistake."""
     if path is None:
@@ -304,12 +278,12 @@ def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def read_config_text(content: bytes, source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """`read_config` of a text; `source` is what mistakes are named by."""
     raw = parse_mapping(content, source)
-    return _validated(_without_aliases(_with_overrides(raw, overrides)), source)
+    return _validated(own_names(with_words(raw, overrides), RunConfig.model_fields), source)
 
 
 def spellings(path: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Our key -> how the file or the words spell it, where that is another tool's way."""
-    raw = _with_overrides(parse_mapping(path.read_bytes(), str(path)), overrides)
+    raw = with_words(parse_mapping(path.read_bytes(), str(path)), overrides)
     found = {ALIASES[name]: name for name in raw if name in ALIASES}
     factors = [name for name in raw if name in BATCH_FACTORS]
     return found | ({"train_batch_size": " × ".join(factors)} if factors else {})
@@ -319,6 +293,11 @@ def resolved(config: RunConfig, device: Literal["cpu", "cuda"], num_cores: int) 
     """`config` with no `auto` left in its numerics, and paths made absolute. Resolving twice changes nothing."""
     if config.compile and device == "cpu":
         raise ConfigError("compile is true, but the layers run on a CPU; set compile to false")
+    if config.memory.hbm is not None and device == "cpu":
+        raise ConfigError(
+            f"memory.hbm is {format_size(config.memory.hbm)}, but the layers run on a CPU, where there is no HBM; "
+            "leave it out (memory.hbm= on the command line), or set memory.ram"
+        )
     step_tokens = config.train_batch_size * config.max_length
     default_tokens = min(16384 if device == "cuda" else 2048, step_tokens)
     micro_batch_tokens = config.micro_batch_tokens or max(default_tokens, config.max_length)
@@ -363,6 +342,16 @@ def changed_keys(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
     keys = [key for key in RunConfig.model_fields if group_of(key) not in FREE_GROUPS]
     left, right = before.model_dump(), after.model_dump()
     return tuple(key for key in keys if left[key] != right[key])
+
+
+def allowed_keys(words: Sequence[str], facts: Collection[str]) -> frozenset[str]:
+    """What `--allow` names: keys, under our own names, and `facts` of a run that are no keys; else ConfigError."""
+    known = [*RunConfig.model_fields, *facts]
+    for word in words:
+        if ALIASES.get(word, word) not in known:
+            guess = did_you_mean(word, [*known, *ALIASES]) or f"name a key of docs/config.md, or {' or '.join(facts)}"
+            raise ConfigError(f"--allow {word}: nothing is called so; {guess}")
+    return frozenset(ALIASES.get(word, word) for word in words)
 
 
 def yaml_scalar(value: object) -> str:

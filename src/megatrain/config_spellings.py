@@ -1,6 +1,12 @@
-"""Other tools' spellings of our keys, and what is said of keys that have no place here. No torch."""
+"""Names of keys: other tools' spellings, `key=value` words, what is said of names with no place here. No torch."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+
+from megatrain.config_yaml import ConfigValue, parse_value
+from megatrain.errors import ConfigError
 
 ALIASES = {
     "model_name_or_path": "model",
@@ -64,3 +70,86 @@ HINTS = {
     "optim": "the optimizer is AdamW with fp32 state; adam_beta1, adam_beta2 and adam_epsilon set it",
     "optimizer": "the optimizer is AdamW with fp32 state; adam_beta1, adam_beta2 and adam_epsilon set it",
 }
+
+
+def refuse_unknown(key: str, where: str, known: Collection[str]) -> None:
+    """ConfigError for a name that is none of our `known` keys, with what is meant, as far as it can be guessed."""
+    if key in CODE_KEYS:
+        raise ConfigError(f"{where}: key '{key}' is refused: MegaTrain runs no code named by a file; remove the key")
+    if key in HINTS:
+        raise ConfigError(f"{where}: key '{key}' has no place here: {HINTS[key]}")
+    guess = did_you_mean(key, [*known, *ALIASES, *BATCH_FACTORS])
+    raise ConfigError(f"{where}: unknown key '{key}'; {guess or 'docs/config.md lists the keys'}")
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """ "did you mean 'learning_rate'?", or nothing where no known word is near."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else ""
+
+
+def keys_of(words: Sequence[str]) -> set[str]:
+    """The keys, under our own names, that `key=value` words set."""
+    names = (word.partition("=")[0].partition(".")[0] for word in words)
+    return {"train_batch_size" if name in BATCH_FACTORS else ALIASES.get(name, name) for name in names}
+
+
+def own_names(raw: Mapping[str, ConfigValue], known: Collection[str]) -> dict[str, ConfigValue]:
+    """The same table under our own names, all of them `known`. Two spellings of one key are an error."""
+    table: dict[str, ConfigValue] = {}
+    factors: dict[str, ConfigValue] = {}
+    for name, item in raw.items():
+        key = ALIASES.get(name, name)
+        if name in BATCH_FACTORS:
+            factors[name] = item
+            continue
+        if key not in known:
+            refuse_unknown(name, item.where, known)
+        if key in table:
+            raise ConfigError(f"{item.where}: '{name}' and a line before it both set '{key}'; keep one")
+        table[key] = item
+    if factors:
+        _multiply_factors(table, factors)
+    return table
+
+
+def _multiply_factors(table: dict[str, ConfigValue], factors: Mapping[str, ConfigValue]) -> None:
+    """per_device_train_batch_size (or micro_batch_size) × gradient_accumulation_steps = train_batch_size."""
+    where = next(iter(factors.values())).where
+    if "train_batch_size" in table:
+        raise ConfigError(f"{where}: '{next(iter(factors))}' and 'train_batch_size' both size the batch; keep one")
+    if len(factors.keys() & set(BATCH_FACTORS[:2])) != 1:
+        raise ConfigError(
+            f"{where}: give train_batch_size, or per_device_train_batch_size × gradient_accumulation_steps"
+        )
+    product = 1
+    for name, item in factors.items():
+        if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 1:
+            raise ConfigError(f"{item.where}: {name} is {item.value!r}; it must be a whole number of at least 1")
+        product *= item.value
+    table["train_batch_size"] = ConfigValue(product, where)
+
+
+def with_words(raw: dict[str, ConfigValue], words: Sequence[str]) -> dict[str, ConfigValue]:
+    """`key=value` words replace what the file says; `memory.hbm=24GiB` reaches into memory."""
+    own_name = {ALIASES.get(name, name): name for name in raw}
+    for word in words:
+        name, equals, text = word.partition("=")
+        where = f"command line '{word}'"
+        if not equals or not name:
+            raise ConfigError(f"{where}: write key=value, for example learning_rate=2e-5")
+        value = parse_value(text, where)
+        if name.startswith("memory."):
+            before = raw["memory"].value if "memory" in raw else {}
+            if not isinstance(before, dict):
+                raise ConfigError(f"{raw['memory'].where}: memory is {before!r}; write {{hbm: …, ram: …}}")
+            name, value = "memory", {**before, name.removeprefix("memory."): value}
+        key = ALIASES.get(name, name)
+        if key in own_name:
+            raw.pop(own_name[key], None)
+        if key == "train_batch_size":
+            for factor in BATCH_FACTORS:
+                raw.pop(factor, None)
+        own_name[key] = name
+        raw[name] = ConfigValue(value, where)
+    return raw

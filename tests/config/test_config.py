@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config import RunConfig, changed_keys, group_of, read_config, resolved
-from megatrain.config_spellings import ALIASES, HINTS
+from megatrain.config import FP32_KEYS, RunConfig, allowed_keys, changed_keys, fp32, group_of, read_config, resolved
+from megatrain.config_spellings import ALIASES, HINTS, keys_of
 from megatrain.config_values import format_size, parse_size
 from megatrain.errors import ConfigError
 
@@ -191,6 +191,53 @@ def test_wishes_that_cannot_be_honoured(tmp_path: Path) -> None:
         resolved(read(tmp_path, BASE + "micro_batch_tokens: 64\n"), "cpu", 2)
     with pytest.raises(ConfigError, match="compile is true"):
         resolved(read(tmp_path, BASE + "compile: true\n"), "cpu", 2)
+    with pytest.raises(ConfigError, match=r"memory\.hbm is 1GiB, but the layers run on a CPU"):
+        resolved(read(tmp_path, BASE + "memory: {hbm: 1GiB}\n"), "cpu", 2)
+    emptied = read(tmp_path, BASE + "memory: {hbm: 1GiB}\n", "memory.hbm=")
+    assert resolved(emptied, "cpu", 2).memory.hbm is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adam_epsilon: 1e-60\n", "line 3: adam_epsilon is 1e-60, which is 0.0 in fp32"),
+        ("learning_rate: 1e-50\n", "line 3: learning_rate is 1e-50, which is 0.0 in fp32"),
+        ("learning_rate: 1e39\n", "line 3: learning_rate is 1e+39, which is inf in fp32"),
+        ("adam_beta1: 0.99999999\n", "line 3: adam_beta1 is 0.99999999, which is 1.0 in fp32"),
+        ("adam_beta2: 0.99999999\n", "line 3: adam_beta2 is 0.99999999, which is 1.0 in fp32"),
+        ("weight_decay: 1e-60\n", "line 3: weight_decay is 1e-60, which is 0.0 in fp32"),
+        ("max_grad_norm: 1e-60\n", "line 3: max_grad_norm is 1e-60, which is 0.0 in fp32"),
+        ("lr: 1e-6\nweight_decay: 0.01\n", "line 4: weight_decay is 0.01; at learning_rate 1e-06 a step would"),
+    ],
+)
+def test_numbers_that_fp32_cannot_hold(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, BASE + text)
+    assert message in str(error.value)
+
+
+def test_every_number_near_its_limits_in_fp32_is_accepted(tmp_path: Path) -> None:
+    tiny = {key: 1e-44 for key in FP32_KEYS if key != "weight_decay"}
+    assert all(fp32(value) > 0 for value in tiny.values())
+    read(tmp_path, BASE + "".join(f"{key}: {value}\n" for key, value in tiny.items()))
+    read(tmp_path, BASE + "adam_beta1: 0.9999999\nadam_beta2: 0.9999999\nlearning_rate: 3e38\nmax_grad_norm: 0\n")
+    config = read(tmp_path, BASE + "learning_rate: 1e-6\nweight_decay: 0.1\nreport_to: wandb\nmemory: {ram: 1GiB}\n")
+    assert fp32(1 - config.learning_rate * config.weight_decay) < 1
+
+
+def test_allow_knows_its_words() -> None:
+    assert allowed_keys(["lr", "max_steps", "data"], ["data", "versions"]) == {"learning_rate", "max_steps", "data"}
+    with pytest.raises(ConfigError, match=r"--allow max_step: nothing is called so; did you mean 'max_steps'\?"):
+        allowed_keys(["max_step"], ["data", "versions"])
+    with pytest.raises(ConfigError, match=r"--allow version: .*did you mean 'versions'"):
+        allowed_keys(["version"], ["data", "versions"])
+    with pytest.raises(ConfigError, match=r"--allow xyzzy: .*name a key of docs/config.md, or data or versions"):
+        allowed_keys(["xyzzy"], ["data", "versions"])
+
+
+def test_keys_of_words() -> None:
+    words = ["lr=1", "memory.hbm=3GiB", "output_path=x", "micro_batch_size=2", "odd"]
+    assert keys_of(words) == {"learning_rate", "memory", "output_dir", "train_batch_size", "odd"}
 
 
 def test_changed_keys_knows_what_may_change(tmp_path: Path) -> None:

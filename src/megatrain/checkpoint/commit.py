@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.checkpoint.export import write_bytes
+from megatrain.checkpoint.export import SLACK_BYTES, write_bytes
 from megatrain.checkpoint.fs import (
     BLOCK_BYTES,
     HASH_THREADS,
@@ -38,8 +38,6 @@ MANIFEST = "manifest.json"
 TRAINER = "state/trainer.json"
 FORMAT = 1
 MIN_KEEP = 2
-# Headers, JSON and block rounding, beside the tensors.
-SLACK_BYTES = 16 << 20
 _MAX_MANIFEST_BYTES = 1 << 30
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _TEMPORARY = re.compile(r"(step-[0-9]+|LATEST|BEST)\.tmp-[0-9a-f]{32}")
@@ -190,7 +188,10 @@ def load_checkpoint(run_dir: Path, which: Literal["auto"] | Path, files: Files |
         except CheckpointError as damage:
             skipped = (*skipped, str(damage))
     if skipped:
-        raise CheckpointError(f"no checkpoint of {run_dir} is valid: {'; '.join(skipped)}")
+        raise CheckpointError(
+            f"no checkpoint of {run_dir} is valid: {'; '.join(skipped)}; put one back from a copy, or start again in "
+            "another output_dir"
+        )
     return None
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PretrainedConfig
 
-from megatrain.checkpoint.export import write_bytes, write_companions
+from megatrain.checkpoint.export import SLACK_BYTES, read_companions, write_bytes, write_companions
 from megatrain.checkpoint.fs import BLOCK_BYTES, Files, remove_tree
 from megatrain.checkpoint.load_hf import TIED_HEAD, read_buffers
 from megatrain.errors import CheckpointError
@@ -56,7 +56,7 @@ def write_dcp_folder(
     state = dcp_state(store, spec, hyper, applied_steps)
     if tokenizer_source is not None:
         state["model"] |= {name: value for name, (_, value) in read_buffers(tokenizer_source, spec, files).items()}
-    needed_bytes = _num_bytes(state)
+    needed_bytes = _num_bytes(state) + SLACK_BYTES
     free_bytes = files.free_bytes(path.parent)
     if needed_bytes > free_bytes:
         raise CheckpointError(f"{path}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free; free disk space")
@@ -66,7 +66,7 @@ def write_dcp_folder(
             undo.callback(remove_tree, files, temporary)
             files.make_folder(temporary)
             save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
-            write_companions(files, temporary, config, tokenizer_source, torch.float32)
+            write_companions(files, temporary, config, read_companions(tokenizer_source, files), torch.float32)
             for name, data in documents.items():
                 write_bytes(files, temporary / name, data)
             files.sync_folder(temporary)

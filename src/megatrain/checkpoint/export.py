@@ -30,6 +30,7 @@ from megatrain.models.spec import ModelSpec
 from megatrain.store import SegmentStore, split_master
 
 SHARD_BYTES = 5_000_000_000
+SLACK_BYTES = 16 << 20  # headers, JSON and block rounding, beside the tensors
 # Copied as they are from the source folder when there: everything a tokenizer or a generation loop reads.
 COMPANIONS = (
     "added_tokens.json",
@@ -79,7 +80,7 @@ def write_hf_folder(
     tensors = [tensor for segment in spec.segments for tensor in model_tensors(store, segment.name, dtype, names)]
     tensors += saved_buffers(tokenizer_source, spec, files)
     shards = _shards(tensors, shard_bytes)
-    needed_bytes = sum(tensor.num_bytes for tensor in tensors)
+    needed_bytes = sum(tensor.num_bytes for tensor in tensors) + SLACK_BYTES
     free_bytes = files.free_bytes(path.parent)
     if needed_bytes > free_bytes:
         raise CheckpointError(f"{path}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free; free disk space")
@@ -88,7 +89,7 @@ def write_hf_folder(
         with ExitStack() as undo:
             undo.callback(remove_tree, files, temporary)
             files.make_folder(temporary)
-            write_companions(files, temporary, config, tokenizer_source, dtype)
+            write_companions(files, temporary, config, read_companions(tokenizer_source, files), dtype)
             for name, data in (documents or {}).items():
                 write_bytes(files, temporary / name, data)
             for name, shard in by_name.items():
@@ -173,25 +174,34 @@ def write_index(files: Files, folder: Path, shards: Mapping[str, Sequence[WriteT
     return write_json(files, folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
+def read_companions(source: Path | None, files: Files) -> dict[str, bytes]:
+    """The tokenizer's and generation files of a model folder, by their names in it; none without a folder.
+
+    Read once and kept (tens of MB at most), so that a run can save after its base model's folder is gone.
+    """
+    if source is None:
+        return {}
+    present = files.names(source)
+    names = [name for name in COMPANIONS if name in present]
+    if TEMPLATES in present:
+        names += [f"{TEMPLATES}/{name}" for name in files.names(source / TEMPLATES)]
+    return {name: read_small(files, source / name, _MAX_COMPANION_BYTES, ModelError) for name in names}
+
+
 def write_companions(
-    files: Files, folder: Path, config: PretrainedConfig, source: Path | None, dtype: torch.dtype
+    files: Files, folder: Path, config: PretrainedConfig, companions: Mapping[str, bytes], dtype: torch.dtype
 ) -> dict[str, FileRecord]:
-    """Creates config.json, and copies the tokenizer's and generation files verbatim; name -> record."""
+    """Creates config.json, and the files of `read_companions` as they were; name -> record."""
     members = json.loads(config.to_json_string())
     members.pop("torch_dtype", None)
     members["dtype"] = _HF_NAMES[dtype]
     records = {"config.json": write_json(files, folder / "config.json", members)}
-    if source is None:
-        return records
-    present = files.names(source)
-    for name in COMPANIONS:
-        if name in present:
-            records[name] = _copy(files, source / name, folder / name)
-    templates = files.names(source / TEMPLATES) if TEMPLATES in present else []
-    if templates:
+    inside = any(name.startswith(f"{TEMPLATES}/") for name in companions)
+    if inside:
         files.make_folder(folder / TEMPLATES)
-        for name in templates:
-            records[f"{TEMPLATES}/{name}"] = _copy(files, source / TEMPLATES / name, folder / TEMPLATES / name)
+    for name, data in companions.items():
+        records[name] = write_bytes(files, folder / name, data)
+    if inside:
         files.sync_folder(folder / TEMPLATES)
     return records
 
@@ -205,10 +215,6 @@ def write_bytes(files: Files, path: Path, data: bytes) -> FileRecord:
     """Creates a file with `data`."""
     pieces: Iterator[Data] = (data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
     return write_hashed(files, path, pieces, len(data))
-
-
-def _copy(files: Files, source: Path, target: Path) -> FileRecord:
-    return write_bytes(files, target, read_small(files, source, _MAX_COMPANION_BYTES, ModelError))
 
 
 def _shards(tensors: Sequence[WriteTensor], shard_bytes: int) -> list[list[WriteTensor]]:

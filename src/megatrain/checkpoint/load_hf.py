@@ -5,6 +5,7 @@ Host memory beyond the store stays under 100 MiB whatever the model's size, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: File
 
     bf16, fp16 and fp32 files; one model.safetensors, or shards and an index. The names and shapes must be the model's
     exactly (lm_head.weight may be absent, or equal to the embedding, where they are tied). ModelError names the tensor
-    and file that do not fit, before any weight is written wherever the headers show it.
+    and file that do not fit, before any weight is written wherever the headers show it. A NaN or Inf is refused: every
+    loss would be one, and no step would apply.
     """
     files = files or Files()
     with ExitStack() as closing:
@@ -115,10 +117,24 @@ def _load_part(
         for first, piece in read_pieces(files, stored.fd, stored.path, stored.info, staging):
             for offset in range(0, piece.numel(), CHUNK_ELEMENTS):
                 values = piece[offset : offset + CHUNK_ELEMENTS].to(torch.float32)
+                _refuse_non_finite(values, stored, first + offset)
                 store.set_master(segment, entry, values, start + first + offset)
     except OSError as failure:
         raise ModelError(f"tensor {stored.info.name}: {cannot_read(stored.path, failure)}") from failure
     drop_page_cache(stored.fd, stored.info.start_bytes, stored.info.stop_bytes - stored.info.start_bytes)
+
+
+def _refuse_non_finite(values: torch.Tensor, stored: _Stored, first: int) -> None:
+    """ModelError naming the tensor. One pass of 0.1 ms over 4 MiB in cache; both ends are NaN where a value is."""
+    least, most = torch.aminmax(values)
+    if math.isfinite(least.item()) and math.isfinite(most.item()):
+        return
+    bad = torch.isfinite(values).logical_not_()
+    index = int(bad.nonzero()[0])
+    raise ModelError(
+        f"{stored.path}: tensor {stored.info.name} holds {values[index].item()} at element {first + index:,}; no step "
+        "from such weights could be applied: fetch the file again, or take a copy of the model without NaN and Inf"
+    )
 
 
 def _open_all(folder: Path, files: Files, closing: ExitStack) -> Mapping[str, _Stored]:

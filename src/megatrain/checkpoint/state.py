@@ -24,6 +24,7 @@ from megatrain.checkpoint.experts import published
 from megatrain.checkpoint.export import (
     flat_pieces,
     model_tensors,
+    read_companions,
     saved_buffers,
     shard_names,
     write_bytes,
@@ -64,12 +65,13 @@ class CheckpointWriter:
         files: Files | None = None,
     ) -> None:
         check_keep(keep)
-        self._run_dir, self._store, self._config, self._tokenizer_source = run_dir, store, config, tokenizer_source
+        self._run_dir, self._store, self._config = run_dir, store, config
         self._keep, self._run_facts, self._files = keep, run_facts, files or Files()
         self._names = () if tokenizer_source is None else tensor_names(tokenizer_source, self._files)
         with_weights = [segment.name for segment in spec.segments if segment.tensors]
         self._shards = dict(zip(with_weights, shard_names(len(with_weights)), strict=True))
         self._buffers = saved_buffers(tokenizer_source, spec, self._files)
+        self._companions = read_companions(tokenizer_source, self._files)
         self._commit: Commit | None = None
         self._missing: set[str] = set()
 
@@ -80,7 +82,7 @@ class CheckpointWriter:
         self._missing = set(self._shards)
         folder = self._commit.folder / "model"
         dtype = self._store.dtype("w")
-        records = write_companions(self._files, folder, self._config, self._tokenizer_source, dtype)
+        records = write_companions(self._files, folder, self._config, self._companions, dtype)
         if self._buffers:
             records[BUFFERS] = write_tensors(self._files, folder / BUFFERS, self._buffers)
         if len(self._shards) > 1:
