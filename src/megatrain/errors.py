@@ -23,3 +23,7 @@ class PlanError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class DiskError(UserError):
+    """What a run keeps on its scratch disk cannot be written there, or came back changed."""
