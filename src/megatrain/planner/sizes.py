@@ -21,6 +21,7 @@ MIB = 1 << 20
 PROGRAM_RAM_BYTES = {"cpu": 550 * MIB, "cuda": 3200 * MIB}  # Python, torch, transformers, tokenizer (CPU: 430 seen)
 CONTEXT_HBM_BYTES = 700 * MIB  # CUDA context, cuBLAS workspaces, loaded kernels
 SAVE_BUFFER_BYTES = 96 * MIB  # pieces of a checkpoint on their way to the disk
+SLACK_DISK_BYTES = 16 * MIB  # of a model folder or checkpoint beside its tensors: headers, tokenizer, block rounding
 # Saved by autograd ÷ what linear layers take and give, by `compiled`. Seen: eager 1.11 (Llama fp32), 1.23 (Llama bf16),
 # 1.61 (Qwen3 bf16); compiled 0.85 (Llama bf16 on an H200).
 SAVED_SCALE = {False: 1.6, True: 1.0}
@@ -160,7 +161,8 @@ def head_working_bytes(shapes: Shapes) -> int:
 
 def checkpoint_bytes(shapes: Shapes) -> int:
     """One checkpoint on disk: the model folder and the exact state."""
-    return sum(weights_bytes(shapes, name) + state_bytes(shapes, name) for name in shapes.layouts)
+    tensors_bytes = sum(weights_bytes(shapes, name) + state_bytes(shapes, name) for name in shapes.layouts)
+    return tensors_bytes + SLACK_DISK_BYTES
 
 
 def shapes_of(spec: ModelSpec, layouts: Mapping[str, Layout], config: RunConfig) -> Shapes:
