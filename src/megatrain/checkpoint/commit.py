@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.checkpoint.export import SLACK_BYTES, write_bytes
+from megatrain.checkpoint.export import write_bytes
 from megatrain.checkpoint.fs import (
     BLOCK_BYTES,
     HASH_THREADS,
@@ -32,6 +32,7 @@ from megatrain.checkpoint.fs import (
 from megatrain.checkpoint.safetensors_file import read_header
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.memory import drop_page_cache
+from megatrain.planner.sizes import SLACK_DISK_BYTES
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
@@ -71,7 +72,7 @@ class Commit:
         self._final = self._parent / f"step-{step}"
         if files.is_folder(self._final):
             self._remove_damaged()
-        free_bytes, wanted_bytes = files.free_bytes(self._parent), needed_bytes + SLACK_BYTES
+        free_bytes, wanted_bytes = files.free_bytes(self._parent), needed_bytes + SLACK_DISK_BYTES
         if wanted_bytes > free_bytes:
             raise CheckpointError(
                 f"{self._parent}: a checkpoint needs {wanted_bytes:,} bytes, {free_bytes:,} are free "

@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PretrainedConfig
 
-from megatrain.checkpoint.export import SLACK_BYTES, read_companions, write_bytes, write_companions
+from megatrain.checkpoint.export import read_companions, write_bytes, write_companions
 from megatrain.checkpoint.fs import BLOCK_BYTES, Files, remove_tree
 from megatrain.checkpoint.load_hf import TIED_HEAD, read_buffers
 from megatrain.errors import CheckpointError
 from megatrain.models.layout import Entry
 from megatrain.models.spec import ModelSpec
+from megatrain.planner.sizes import SLACK_DISK_BYTES
 from megatrain.optim import AdamW
 from megatrain.store import SegmentStore
 
@@ -56,7 +57,7 @@ def write_dcp_folder(
     state = dcp_state(store, spec, hyper, applied_steps)
     if tokenizer_source is not None:
         state["model"] |= {name: value for name, (_, value) in read_buffers(tokenizer_source, spec, files).items()}
-    needed_bytes = _num_bytes(state) + SLACK_BYTES
+    needed_bytes = _num_bytes(state) + SLACK_DISK_BYTES
     free_bytes = files.free_bytes(path.parent)
     if needed_bytes > free_bytes:
         raise CheckpointError(f"{path}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free; free disk space")

@@ -27,10 +27,10 @@ from megatrain.checkpoint.safetensors_file import WriteTensor, encode_header, fi
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.models.layout import Entry
 from megatrain.models.spec import ModelSpec
+from megatrain.planner.sizes import SLACK_DISK_BYTES
 from megatrain.store import SegmentStore, split_master
 
 SHARD_BYTES = 5_000_000_000
-SLACK_BYTES = 16 << 20  # headers, JSON and block rounding, beside the tensors
 # Copied as they are from the source folder when there: everything a tokenizer or a generation loop reads.
 COMPANIONS = (
     "added_tokens.json",
@@ -80,7 +80,7 @@ def write_hf_folder(
     tensors = [tensor for segment in spec.segments for tensor in model_tensors(store, segment.name, dtype, names)]
     tensors += saved_buffers(tokenizer_source, spec, files)
     shards = _shards(tensors, shard_bytes)
-    needed_bytes = sum(tensor.num_bytes for tensor in tensors) + SLACK_BYTES
+    needed_bytes = sum(tensor.num_bytes for tensor in tensors) + SLACK_DISK_BYTES
     free_bytes = files.free_bytes(path.parent)
     if needed_bytes > free_bytes:
         raise CheckpointError(f"{path}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free; free disk space")

@@ -22,7 +22,22 @@ def read_hf_config(folder: Path) -> PreTrainedConfig:
         )
     remedy = "fetch the model again, or update transformers if the model is newer than it"
     with refusals_of_transformers(f"{folder / 'config.json'}: transformers cannot use it", remedy):
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    _refuse_quantized(config, folder)
+    return config
+
+
+def _refuse_quantized(config: PreTrainedConfig, folder: Path) -> None:
+    """ModelError for a model of quantized weights: they are another storage than masters can be made from."""
+    members = config.to_dict()
+    for key in ("quantization_config", "compression_config"):
+        if members.get(key):
+            method = members[key].get("quant_method", "unnamed") if isinstance(members[key], dict) else "unnamed"
+            raise ModelError(
+                f"{folder / 'config.json'}: {key} says the weights are quantized ({method}); training needs BF16, F16 or "
+                "F32 weights: take the unquantized original, or dequantize it first and save that; if its weights are "
+                f"BF16 already, remove {key} from config.json"
+            )
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
