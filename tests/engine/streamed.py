@@ -94,9 +94,7 @@ class Streamed:
             for entry in layout.entries:
                 values = torch.from_numpy(np.array(masters[entry.tensor.name], dtype=np.float32)).flatten()
                 self.store.set_master(name, entry, values)
-        numerics = Numerics(
-            micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing, *(neftune or (None, 0))
-        )
+        numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing, *(neftune or (None, 0)))
         self.engine = Engine(
             self.template, self.store, plan, numerics, self.device, optimizer_threads=placement.threads, chaos=chaos
         )
@@ -104,8 +102,8 @@ class Streamed:
     def train(self, steps: Sequence[Sequence[TokenBatch]], hypers: Sequence[AdamW]) -> list[StepResult]:
         """One optimizer step a list of micro-batches."""
         results = []
-        for step, (micro_batches, hyper) in enumerate(zip(steps, hypers, strict=True), start=1):
-            supervised = sum(int((batch.labels_T >= 0).sum()) for batch in micro_batches)
+        counts = [sum(int((batch.labels_T >= 0).sum()) for batch in micro_batches) for micro_batches in steps]
+        for step, (micro_batches, hyper, supervised) in enumerate(zip(steps, hypers, counts, strict=True), start=1):
             results.append(self.engine.train_step(micro_batches, supervised, hyper, step))
         return results
 

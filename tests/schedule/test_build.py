@@ -133,14 +133,18 @@ def test_state_comes_to_the_device_for_its_update_and_goes_home_after_it() -> No
     assert lines(frozen, "L001") == fetched
 
 
-def test_state_is_fetched_at_the_turn_of_the_last_round() -> None:
+def test_state_is_stored_behind_the_first_drain_and_fetched_halfway_through_the_last_backward() -> None:
     plan = plan_of([STREAMED] * 6, embed=DEVICE, round_micro_batches=1)
     schedule = build(plan, "train", 3, True)
     h2d = [op for op in schedule if op.lane is Lane.H2D]
     (at,) = [i for i, op in enumerate(h2d) if op.kind is Kind.FETCH_STATE]
-    assert (h2d[at - 1].segment, h2d[at + 1].segment) == ("L005", "L003")  # last of the forward, first of the backward
+    assert (h2d[at - 1].segment, h2d[at + 1].segment) == ("L001", "L000")  # weights that two slots let come earlier
     state = next(i for i, op in enumerate(schedule) if op.kind is Kind.FETCH_STATE)
-    assert {op.micro_batch for op in schedule[state:] if op.kind is Kind.BACKWARD} == {2}
+    late = [op for op in schedule[state:] if op.kind is Kind.BACKWARD]
+    assert {op.micro_batch for op in late} == {2}
+    assert len(late) == 3
+    d2h = [op.kind for op in schedule if op.lane is Lane.D2H]
+    assert d2h[:2] == [Kind.DRAIN, Kind.STORE]
 
 
 def test_save_reads_homes_on_the_disk_lane() -> None:

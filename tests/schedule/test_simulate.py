@@ -43,8 +43,8 @@ def test_updates_hide_behind_the_forward_of_the_next_step() -> None:
 
 
 def test_state_that_streams_to_the_device_hides_the_update_of_the_embedding() -> None:
-    """12 s on the host would delay the first layer; 0.1 s on the device do, and 6 s a way for its state do not."""
-    usual = durations(UPDATE=1.0, FETCH=0.5, DRAIN=0.5, FETCH_STATE=6.0, STORE=6.0)
+    """12 s on the host would delay the first layer; 0.1 s on the device do, and 3 s a way for its state do not."""
+    usual = durations(UPDATE=1.0, FETCH=0.5, DRAIN=0.5, FETCH_STATE=3.0, STORE=3.0)
 
     def seconds(op: Op) -> float:
         if (op.kind, op.segment) == (Kind.UPDATE, "EMBED"):

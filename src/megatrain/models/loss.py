@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from megatrain.models.batch import IGNORED_LABEL
+from megatrain.models.cross_entropy import token_losses
 from megatrain.models.grad import Gradients, point_gradients
 from megatrain.models.template import ModelTemplate, Weights, leaves_of
 
@@ -75,7 +74,8 @@ def chunked_backward(
         chunk = slice(start, start + chunk_tokens)
         with torch.enable_grad():
             y_1CD = y_1TD[:, chunk].detach().requires_grad_()
-            chunk_loss = _token_losses(logits_of(leaves, y_1CD), labels_T[chunk], label_smoothing).sum()
+            loss_C = token_losses(logits_of(leaves, y_1CD).squeeze(0), labels_T[chunk], label_smoothing)
+            chunk_loss = loss_C.double().sum()
         dy_1TD[:, chunk], *dw = torch.autograd.grad(chunk_loss, [y_1CD, *trained], scale)
         for view, gradient in zip(grads.values(), dw, strict=True):
             view.add_(gradient)
@@ -90,13 +90,5 @@ def head_loss(template: ModelTemplate, w: Weights, h: Tensor, labels_T: Tensor, 
     loss = torch.zeros((), dtype=torch.float64, device=h.device)
     for start in range(0, labels_T.numel(), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        loss += _token_losses(template.logits(w, y_1TD[:, chunk]), labels_T[chunk], 0.0).sum()
+        loss += token_losses(template.logits(w, y_1TD[:, chunk]).squeeze(0), labels_T[chunk], 0.0).double().sum()
     return loss
-
-
-def _token_losses(logits_1CV: Tensor, labels_C: Tensor, label_smoothing: float) -> Tensor:
-    """loss_C in fp64, each from an fp32 softmax; 0 where there is no label."""
-    logits_CV = logits_1CV.squeeze(0).float()
-    return cross_entropy(
-        logits_CV, labels_C, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
-    ).double()

@@ -106,11 +106,11 @@ class GradSlots:
         users: list[int] = []
         for visit in visits:
             segment = plan.segments[visit.index]
-            if not segment.trainable:
+            if not segment.trainable or visit.kind in ("embed", "forward"):
                 continue
             if segment.grads == "own":
                 self._place[visit.number] = Place("g", segment.name)
-            elif visit.kind == "backward":
+            else:
                 slot = Place("g", len(users) % num_slots)
                 self._place[visit.number] = slot
                 if self._rotates and not visit.first_round:
@@ -125,6 +125,8 @@ class GradSlots:
     def leaves_after(self, visit: Visit) -> bool:
         """Whether the sum goes home to RAM after this visit: complete, or because its slot is given away."""
         segment = self._plan.segments[visit.index]
+        if visit.number not in self._place:
+            return False
         if visit.last_round:
             return not segment.updates_on_device
         return segment.grads == "pool" and self._rotates
