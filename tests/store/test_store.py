@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.errors import PlanError
 from megatrain.memory import Pinned
 from megatrain.models.layout import Layout, layout_of
 from megatrain.models.spec import SegmentSpec, TensorSpec
@@ -206,8 +205,8 @@ def test_master_outside_its_tensor_is_refused():
 # ---- what cannot be
 
 
-def test_disk_state_and_foreign_layouts_are_refused():
-    with pytest.raises(PlanError, match="HEAD: state on disk"):
+def test_disk_homes_without_a_folder_and_foreign_layouts_are_refused():
+    with pytest.raises(ValueError, match="HEAD lives on disk: give the store a disk_folder"):
         make_store("bf16", head="disk")
     layouts: list[Layout] = [layout_of(SEGMENTS[0])]
     plan = Plan((SegmentPlan("L000", "block", trainable=True),), False, 2, 2, 1)

@@ -27,8 +27,8 @@ from megatrain.checkpoint.load_hf import TIED_HEAD, read_buffers
 from megatrain.errors import CheckpointError
 from megatrain.models.layout import Entry
 from megatrain.models.spec import ModelSpec
-from megatrain.planner.sizes import SLACK_DISK_BYTES
 from megatrain.optim import AdamW
+from megatrain.planner.sizes import SLACK_DISK_BYTES
 from megatrain.store import SegmentStore
 
 _STEP_ELEMENTS = BLOCK_BYTES // 4
@@ -79,6 +79,12 @@ def write_dcp_folder(
 
 def dcp_state(store: SegmentStore, spec: ModelSpec, hyper: AdamW, applied_steps: int) -> dict[str, Any]:
     """The state dict that is saved: views of the store, and masters in its gradient homes."""
+    away = [segment.name for segment in spec.segments if store.on_disk(segment.name)]
+    if away:
+        raise CheckpointError(
+            f"a torch.distributed.checkpoint is written from memory, but {away[0]} and {len(away) - 1} more live on "
+            "disk; raise memory.ram, or export as hf"
+        )
     model: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for segment in spec.segments:

@@ -122,12 +122,14 @@ def _model_pieces(store: SegmentStore, segment: str, entry: Entry, part: Part, d
     """A part of a tensor of the store in `dtype`, in pieces; RAM homes of that dtype are not copied."""
     if store.dtype("w") == dtype:
         first = entry.offset + part.start
-        yield from flat_pieces(store.flat(segment, "w")[first : first + part.num_elements])
+        with store.visit(segment, "w"):
+            yield from flat_pieces(store.flat(segment, "w")[first : first + part.num_elements])
         return
     step, end = BLOCK_BYTES // 4, part.start + part.num_elements
-    for start in range(part.start, end, step):
-        master = store.master(segment, entry, start, min(start + step, end))
-        yield _rounded(master, dtype, part.name)
+    with store.visit(segment, "w", "lo"):
+        for start in range(part.start, end, step):
+            master = store.master(segment, entry, start, min(start + step, end))
+            yield _rounded(master, dtype, part.name)
 
 
 def _rounded(master: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -53,18 +53,20 @@ def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: File
     files = files or Files()
     with ExitStack() as closing:
         stored = _open_all(folder, files, closing)
-        wanted = [(segment.name, tensor) for segment in spec.segments for tensor in segment.tensors]
-        parts = {tensor.name: _parts_of(tensor, stored, folder) for _, tensor in wanted}
+        wanted = [tensor for segment in spec.segments for tensor in segment.tensors]
+        parts = {tensor.name: _parts_of(tensor, stored, folder) for tensor in wanted}
         used = {part.name for found in parts.values() for part in found}
         if spec.tied and TIED_HEAD in stored:
             used.add(TIED_HEAD)
             _check_tied(files, stored, spec)
         _check_rest(stored, used | set(_buffer_names(stored, spec).values()))
         staging = bytearray(BLOCK_BYTES)
-        for segment, tensor in wanted:
-            entry = store.layouts[segment][tensor.name]
-            for part in parts[tensor.name]:
-                _load_part(files, stored[part.name], store, segment, entry, part.start, staging)
+        for segment in spec.segments:
+            with store.visit(segment.name, "w", "lo", write=True):
+                for tensor in segment.tensors:
+                    entry = store.layouts[segment.name][tensor.name]
+                    for part in parts[tensor.name]:
+                        _load_part(files, stored[part.name], store, segment.name, entry, part.start, staging)
 
 
 def read_buffers(folder: Path, spec: ModelSpec, files: Files | None = None) -> dict[str, tuple[str, torch.Tensor]]:

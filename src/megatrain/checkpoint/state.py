@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -42,8 +43,15 @@ from megatrain.store import SegmentStore
 # Buffers that training never changes, as the base model's folder has them; the template reads them from there.
 BUFFERS = "model-buffers.safetensors"
 _STATE_KINDS = ("lo", "m", "v")
-# Name in the files -> (its part of a home buffer, its shape there).
-Homes = dict[str, tuple[torch.Tensor, tuple[int, ...]]]
+
+
+class _Home(NamedTuple):
+    """Where a tensor of the files belongs: a part of a home buffer. `shape` is the one it has in the files."""
+
+    segment: str
+    kind: str
+    part: slice
+    shape: tuple[int, ...]
 
 
 class CheckpointWriter:
@@ -98,12 +106,13 @@ class CheckpointWriter:
         if segment not in self._shards:
             return
         self._missing.remove(segment)
-        parts = {f"model/{self._shards[segment]}": self._model_tensors(segment)}
-        state = self._state_tensors(segment)
-        if state:
-            parts[f"state/{segment}.safetensors"] = state
-        for name, tensors in parts.items():
-            self._commit.add(name, write_tensors(self._files, self._commit.folder / name, tensors))
+        with self._store.visit(segment):
+            parts = {f"model/{self._shards[segment]}": self._model_tensors(segment)}
+            state = self._state_tensors(segment)
+            if state:
+                parts[f"state/{segment}.safetensors"] = state
+            for name, tensors in parts.items():
+                self._commit.add(name, write_tensors(self._files, self._commit.folder / name, tensors))
 
     def commit(self, trainer_state: Mapping[str, Any]) -> Path:
         """Makes it permanent, only then returns its folder. `trainer_state` is JSON; "step" in it must be the step;
@@ -185,7 +194,7 @@ def restore(store: SegmentStore, checkpoint: Checkpoint, files: Files | None = N
     staging = bytearray(BLOCK_BYTES)
     for name in checkpoint.manifest["files"]:
         if name.endswith(".safetensors") and name != f"model/{BUFFERS}":
-            _restore_file(files, checkpoint.path / name, homes[name.split("/")[0]], staging)
+            _restore_file(files, checkpoint.path / name, store, homes[name.split("/")[0]], staging)
     missing = sorted([*homes["model"], *homes["state"]])
     if missing:
         raise CheckpointError(
@@ -193,52 +202,57 @@ def restore(store: SegmentStore, checkpoint: Checkpoint, files: Files | None = N
         )
 
 
-def _model_homes(store: SegmentStore, names: Collection[str]) -> Homes:
+def _model_homes(store: SegmentStore, names: Collection[str]) -> dict[str, _Home]:
     """Homes of the weights, for a model folder with tensors `names`."""
-    homes: Homes = {}
+    homes = {}
     for segment, layout in store.layouts.items():
         for entry in layout.entries:
             for part in published(entry.tensor, names):
                 first = entry.offset + part.start
-                homes[part.name] = (store.flat(segment, "w")[first : first + part.num_elements], part.shape)
+                homes[part.name] = _Home(segment, "w", slice(first, first + part.num_elements), part.shape)
     return homes
 
 
-def _state_homes(store: SegmentStore) -> Homes:
+def _state_homes(store: SegmentStore) -> dict[str, _Home]:
     """Homes of lo, m and v."""
-    homes: Homes = {}
+    homes = {}
     for segment, layout in store.layouts.items():
         for kind in _state_kinds(store, segment):
             for entry in layout.entries:
                 if entry.tensor.trainable:
-                    home = store.flat(segment, kind)[entry.offset : entry.stop]
-                    homes[f"{kind}.{entry.tensor.name}"] = (home, entry.tensor.shape)
+                    home = _Home(segment, kind, slice(entry.offset, entry.stop), entry.tensor.shape)
+                    homes[f"{kind}.{entry.tensor.name}"] = home
     return homes
 
 
-def _restore_file(files: Files, path: Path, homes: Homes, staging: bytearray) -> None:
+def _restore_file(files: Files, path: Path, store: SegmentStore, homes: dict[str, _Home], staging: bytearray) -> None:
     """Reads each tensor of one file into its home and strikes it off `homes`."""
     try:
         fd = files.open(path)
         try:
+            found: dict[str, list[tuple[TensorInfo, _Home]]] = defaultdict(list)
             for name, info in read_header(files, fd, path).items():
                 if name not in homes:
                     raise CheckpointError(
                         f"{path}: tensor {name} is no part of this run; the model or `freeze` changed"
                     )
-                home, shape = homes.pop(name)
-                _check_same(path, info, home, shape)
-                read_into(files, fd, path, info, home, staging)
+                home = homes.pop(name)
+                _check_same(path, info, store.dtype(home.kind), home.shape)
+                found[home.segment].append((info, home))
+            for segment, tensors in found.items():
+                with store.visit(segment, *{home.kind for _, home in tensors}, write=True):
+                    for info, home in tensors:
+                        read_into(files, fd, path, info, store.flat(segment, home.kind)[home.part], staging)
         finally:
             files.close(fd)
     except OSError as failure:
         raise CheckpointError(cannot_read(path, failure)) from failure
 
 
-def _check_same(path: Path, info: TensorInfo, home: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if info.shape != shape or DTYPES.get(info.dtype) != home.dtype:
+def _check_same(path: Path, info: TensorInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if info.shape != shape or DTYPES.get(info.dtype) != dtype:
         raise CheckpointError(
-            f"{path}: tensor {info.name} is {info.dtype} of shape {info.shape}, this run needs {home.dtype} of {shape}"
+            f"{path}: tensor {info.name} is {info.dtype} of shape {info.shape}, this run needs {dtype} of {shape}"
         )
 
 

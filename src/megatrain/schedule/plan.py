@@ -18,11 +18,12 @@ class SegmentPlan:
     each update, or never if `state` is "hbm").  EMBED and HEAD are always "own".
     `grads`: "pool" (summed in a shared slot, drained to the gradient home in RAM at the end of each visit), or "own"
     (stays in HBM over all rounds; drained once if the update runs on the host lane).
-    `state`: home of lo, m, v: "hbm" (needs weights and grads "own") or "ram".
+    `state`: home of lo, m, v: "hbm" (needs weights and grads "own"), "ram" or "disk".
     `update`: where the update runs: "home" (on the compute lane if `state` is "hbm", on the host lane if it is "ram"),
     or "device" (`state` "ram", weights and grads "own"): on the compute lane, in a state slot of its own. The state
     comes from RAM during the backward pass; the gradient never leaves its slot; new state and weights are written back
     to RAM behind the update.
+    `weights_home`: where the weights live between uses, unless `state` is "hbm": "ram" or "disk".
     `activations`: "recompute" keeps only the block's input; "keep" keeps autograd's saved tensors.
     """
 
@@ -34,6 +35,7 @@ class SegmentPlan:
     state: Tier = "ram"
     activations: Literal["recompute", "keep"] = "recompute"
     update: Literal["home", "device"] = "home"
+    weights_home: Literal["ram", "disk"] = "ram"
 
     @property
     def streams_state(self) -> bool:
@@ -44,6 +46,16 @@ class SegmentPlan:
     def updates_on_device(self) -> bool:
         """Whether the update runs on the compute lane: the gradient stays in its slot."""
         return self.state == "hbm" or self.streams_state
+
+    @property
+    def state_on_disk(self) -> bool:
+        """Whether lo, m and v live on disk."""
+        return self.trainable and self.state == "disk"
+
+    @property
+    def weights_on_disk(self) -> bool:
+        """Whether the weights live on disk."""
+        return self.weights_home == "disk"
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class Plan:
     grad_slots: int  # shared slots G0 …
     round_micro_batches: int  # at most this many micro-batches go through the layers together
     embedding_trainable: bool = True  # False: frozen, though other tensors of EMBED may be trained
+    disk_slots: int = 0  # landing slots in RAM, for weights and for state, of segments that live on disk
 
     @property
     def blocks(self) -> tuple[SegmentPlan, ...]:

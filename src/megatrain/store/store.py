@@ -5,16 +5,19 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatrain.errors import PlanError
 from megatrain.memory import HostArena, Pinned, register, unregister
 from megatrain.models.layout import Entry, Layout
+from megatrain.planner.landing import landing_bytes
 from megatrain.schedule.plan import Plan, SegmentPlan, Tier
+from megatrain.store.disk import DiskHomes, Home
 from megatrain.store.master import join_master, split_master
 
 Precision = Literal["bf16", "fp32"]
@@ -29,10 +32,18 @@ class SegmentStore:
 
     A segment whose plan says state "hbm" lives on `device` alone; all others in RAM, what travels (w, grad; lo, m, v if
     the plan says update "device") pinned when `device` is a CUDA device (`pinned` says what was reached; a refusal is
-    also warned of). Where the update runs on the device, the gradient stays in its slot.
+    also warned of), or, where the plan says so, on disk: in a nameless file in `disk_folder`, reached through landing
+    slots in RAM (`disk`). Where the update runs on the device, the gradient stays in its slot.
     """
 
-    def __init__(self, layouts: Sequence[Layout], precision: Precision, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        precision: Precision,
+        plan: Plan,
+        device: torch.device,
+        disk_folder: Path | None = None,
+    ) -> None:
         plans = {segment.name: segment for segment in plan.segments}
         if [layout.segment for layout in layouts] != list(plans):
             raise ValueError(f"layouts of {[x.segment for x in layouts]} for a plan of {list(plans)}")
@@ -40,23 +51,35 @@ class SegmentStore:
         self.precision: Precision = precision
         self.device = device
         self.pinned: Pinned | None = None
+        self.disk: DiskHomes | None = None
         self._arenas: list[HostArena] = []
         self._flats: dict[tuple[str, str], Tensor] = {}
-        self._tiers: dict[tuple[str, str], Tier] = {}
+        self._landed: dict[tuple[str, str], Tensor] = {}  # what of the segment at hand lies in landing slots
+        self._visited: tuple[str, ...] = ()  # segment and kinds that landing slot 0 holds as they are on disk
+        self._homes: dict[tuple[str, str], tuple[int, Tier]] = {}  # -> elements and where they live
         table = [item for layout in layouts for item in _kinds(layout, plans[layout.segment], precision)]
+        travels, stays, on_disk = [], [], []
         for segment, kind, count, tier in table:
-            self._tiers[segment, kind] = tier
+            self._homes[segment, kind] = count, tier
             if tier == "hbm":
                 self._flats[segment, kind] = torch.zeros(count, dtype=self.dtype(kind), device=device)
-        travels, stays = [], []
-        for segment, kind, count, tier in table:
-            if tier == "ram":
+            elif tier == "disk":
+                on_disk.append(Home(segment, kind, count, self.dtype(kind)))
+            else:
                 rows = travels if kind in _TRAVELS or plans[segment].streams_state else stays
                 rows.append((segment, kind, count))
-        self._place(travels, pin=device.type == "cuda")
-        self._place(stays, pin=False)
+        if on_disk:
+            if disk_folder is None:
+                raise ValueError(f"{on_disk[0].segment} lives on disk: give the store a disk_folder")
+            slot_bytes = landing_bytes(plan, self.layouts, self.dtype("w").itemsize)
+            self.disk = DiskHomes(disk_folder, on_disk, slot_bytes, plan.disk_slots)
+        self._place(travels)
+        self._place(stays)
+        if device.type == "cuda":
+            landing = self.disk.slots_of("w") if self.disk else []
+            self._pin([*(self._flats[segment, kind] for segment, kind, _ in travels), *landing])
 
-    def _place(self, rows: list[tuple[str, str, int]], *, pin: bool) -> None:
+    def _place(self, rows: list[tuple[str, str, int]]) -> None:
         """Gives each (segment, kind, count) its page-aligned part of one new arena."""
         offsets_bytes, total_bytes = [], 0
         for _, kind, count in rows:
@@ -68,10 +91,13 @@ class SegmentStore:
         self._arenas.append(arena)
         for (segment, kind, count), offset_bytes in zip(rows, offsets_bytes, strict=True):
             self._flats[segment, kind] = arena.view(offset_bytes, count, self.dtype(kind))
-        if pin:
-            self.pinned = register([self._flats[segment, kind] for segment, kind, _ in rows])
-            if self.pinned.refused:
-                warnings.warn(f"{self.pinned.refused}; copies will be slower", stacklevel=3)
+
+    def _pin(self, buffers: list[Tensor]) -> None:
+        if not buffers:
+            return
+        self.pinned = register(buffers)
+        if self.pinned.refused:
+            warnings.warn(f"{self.pinned.refused}; copies will be slower", stacklevel=3)
 
     def dtype(self, kind: str) -> torch.dtype:
         """The element type of a kind at this store's precision."""
@@ -81,11 +107,59 @@ class SegmentStore:
 
     def kinds(self, segment: str) -> tuple[str, ...]:
         """The kinds this segment has a buffer of."""
-        return tuple(kind for name, kind in self._tiers if name == segment)
+        return tuple(kind for name, kind in self._homes if name == segment)
+
+    def on_disk(self, segment: str) -> tuple[str, ...]:
+        """The kinds of a segment that live on disk."""
+        return tuple(kind for kind in self.kinds(segment) if self._homes[segment, kind][1] == "disk")
 
     def flat(self, segment: str, kind: str) -> Tensor:
-        """The home buffer itself, 1-D: num_elements of w, num_trainable of the others. KeyError if there is none."""
-        return self._flats[segment, kind]
+        """The home buffer itself, 1-D: num_elements of w, num_trainable of the others. KeyError if there is none, or if
+        it is on disk and not landed (`visit`, `at`)."""
+        found = self._flats.get((segment, kind), self._landed.get((segment, kind)))
+        if found is None:
+            raise KeyError(f"{segment}.{kind} is not in memory")
+        return found
+
+    @contextmanager
+    def visit(self, segment: str, *kinds: str, write: bool = False) -> Iterator[None]:
+        """Inside, `flat` has every buffer of `kinds` (of all, if none are given) of a segment, wherever it lives.
+
+        What lives on disk and has not landed comes to landing slot 0, and goes back if `write`. One visit at a time,
+        while no program runs; the same visit again reads nothing.
+        """
+        wanted = [kind for kind in self.on_disk(segment) if kind in kinds or not kinds]
+        slots = {kind: 0 for kind in wanted if (segment, kind) not in self._landed}
+        if not slots:
+            yield
+            return
+        assert self.disk is not None
+        this = (segment, *slots)
+        if self._visited != this:
+            self.load(segment, slots)
+        self._visited = ()
+        with self.at(segment, slots):
+            yield
+        if write:
+            self.disk.spill(segment, slots)
+        self._visited = this
+
+    @contextmanager
+    def at(self, segment: str, slots: Mapping[str, int]) -> Iterator[None]:
+        """Inside, `flat` has the buffers of a segment that lie in landing slots: kind -> slot."""
+        assert not self._landed, "one segment at a time"
+        if self.disk is not None:
+            self._landed = {(segment, kind): self.disk.landing(segment, kind, slot) for kind, slot in slots.items()}
+        try:
+            yield
+        finally:
+            self._landed = {}
+
+    def load(self, segment: str, slots: Mapping[str, int]) -> None:
+        """Homes on disk to landing slots: kind -> slot."""
+        assert self.disk is not None
+        self._visited = ()
+        self.disk.load(segment, slots)
 
     def views(self, flat: Tensor, segment: str, trainable_only: bool = False) -> dict[str, Tensor]:
         """Local name -> shaped view of `flat`, any 1-D buffer laid out like the segment (home, slot, gradient)."""
@@ -115,11 +189,12 @@ class SegmentStore:
             self.flat(segment, "lo")[where].copy_(lo)
 
     def num_bytes(self) -> Mapping[Tier, Mapping[str, int]]:
-        """Bytes of buffers by tier, then kind."""
+        """Bytes of buffers by tier, then kind; landing slots are kind "landing"."""
         totals: dict[Tier, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for (segment, kind), tier in self._tiers.items():
-            flat = self.flat(segment, kind)
-            totals[tier][kind] += flat.numel() * flat.itemsize
+        for (_, kind), (count, tier) in self._homes.items():
+            totals[tier][kind] += count * self.dtype(kind).itemsize
+        if self.disk is not None:
+            totals["ram"]["landing"] = self.disk.landing_bytes
         return {tier: dict(kinds) for tier, kinds in totals.items()}
 
     def close(self) -> None:
@@ -127,8 +202,11 @@ class SegmentStore:
         if self.pinned is not None:
             unregister(self.pinned)
             self.pinned = None
+        if self.disk is not None:
+            self.disk.close()
+            self.disk = None
         self._flats.clear()
-        self._tiers.clear()
+        self._homes.clear()
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
@@ -136,14 +214,14 @@ class SegmentStore:
 
 def _kinds(layout: Layout, plan: SegmentPlan, precision: Precision) -> Iterator[tuple[str, str, int, Tier]]:
     """(segment, kind, elements, tier) of each buffer the segment needs."""
-    if plan.state == "disk":
-        raise PlanError(f"{plan.name}: state on disk is not supported yet; plan it in ram or hbm")
-    yield layout.segment, "w", layout.num_elements, plan.state
+    in_hbm = plan.state == "hbm"
+    yield layout.segment, "w", layout.num_elements, "hbm" if in_hbm else plan.weights_home
     if not layout.num_trainable:
         return
-    kinds = ("lo", "m", "v") if precision == "bf16" else ("m", "v")
-    for kind in kinds if plan.updates_on_device else (*kinds, "grad"):
+    for kind in ("lo", "m", "v") if precision == "bf16" else ("m", "v"):
         yield layout.segment, kind, layout.num_trainable, plan.state
+    if not plan.updates_on_device:
+        yield layout.segment, "grad", layout.num_trainable, "ram"
 
 
 def _within(entry: Entry, start: int, stop: int | None) -> slice:
