@@ -1,7 +1,8 @@
 # make demo        train a small real model on real conversations, from nothing, in a few minutes
 # make test        lint, types and the tests that need neither a GPU nor minutes
 # make test-full   every test this machine can run; on a GPU the GPU tests too
-# make sanitize    the optimizer's tests over a C++ core built with address and undefined-behaviour sanitizers (gcc)
+# make sanitize    the optimizer's tests over a C++ core built with address, undefined-behaviour and thread sanitizers (gcc)
+# make mutants     break the program in every way of a list, one at a time, and see the tests notice
 # make bench       measure the optimizer on this machine (BENCH="step --help": others); results go to bench/results
 #
 # All of them set up .venv first: they need Python 3.11 or newer (PYTHON=…) and, for the fast optimizer, a C++ compiler.
@@ -15,11 +16,12 @@ PYTHON ?= python3
 BENCH ?= adamw
 VENV := .venv
 BIN := $(VENV)/bin
+comma := ,
 # The versions the tests were run with; a machine that brings its own torch can leave them out: CONSTRAINTS=
 CONSTRAINTS ?= $(wildcard constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-.PHONY: setup demo test test-full sanitize bench lint clean
+.PHONY: setup demo test test-full sanitize sanitize-address sanitize-thread mutants bench lint clean
 
 demo: setup
 	$(BIN)/python demo/run.py
@@ -31,12 +33,31 @@ test: lint
 test-full: lint
 	$(BIN)/python -m pytest -q -m "$$($(BIN)/python -c 'import torch; print("gpu or not gpu" if torch.cuda.is_available() else "not gpu")')"
 
-sanitize: setup
-	$(PIP_INSTALL) --no-deps --upgrade --target build/sanitized \
-	  -C build-dir=build/sanitized-objects -C cmake.define.MEGATRAIN_SANITIZE=address,undefined .
-	PYTHONPATH=build/sanitized ASAN_OPTIONS=detect_leaks=0 \
-	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
-	  $(BIN)/python -m pytest -q -m "not gpu and not slow" tests/optim
+# The core built with other flags, in build/$(1), and a test run that is sure to import it. Reports go to the terminal (-s).
+build_sanitized = $(PIP_INSTALL) --no-deps --upgrade --target build/$(1) -C build-dir=build/$(1)-objects \
+	  -C install.strip=false -C cmake.define.MEGATRAIN_SANITIZE=$(2) .
+run_sanitized = PYTHONPATH=tests/only_this_tree:build/$(1) MEGATRAIN_CORE_BELOW=$(CURDIR)/build/$(1) OMP_NUM_THREADS=1 \
+	  $(2) $(BIN)/python -m pytest -q -s -p no:cacheprovider -m "not gpu and not slow"
+TSAN = $(shell c++ -print-file-name=libtsan.so)
+
+sanitize: sanitize-address sanitize-thread
+
+sanitize-address: setup
+	$(call build_sanitized,address,address$(comma)undefined)
+	$(call run_sanitized,address,ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)") tests/optim
+
+# Without randomized addresses (setarch -R): ThreadSanitizer's shadow memory has no room for some of them.
+sanitize-thread: setup
+ifeq ($(wildcard $(TSAN)),)
+	@echo "no libtsan beside this compiler: the core's threads are not checked for races (apt install libtsan2, or use gcc)"
+else
+	$(call build_sanitized,thread,thread)
+	$(call run_sanitized,thread,TSAN_OPTIONS="halt_on_error=1" LD_PRELOAD=$(TSAN) setarch -R) tests/optim/test_threads.py
+endif
+
+mutants: setup
+	$(BIN)/python -m tests.mutation --report build/mutants.jsonl
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,111 +1,110 @@
 """python -m tests.mutation: break the program in every way of the list, one at a time, and see the tests notice.
 
-Works on a copy. A mutant is killed if its tests fail, and the same tests pass on the program as it is. Writes
-docs/mutants.md. Exit code 1 if less than 98 % are killed, or if a mutant's text is no longer in its file.
+Works on a copy. A mutant is killed if a test fails that passes on the program as it is: first its own few tests, then,
+if they pass, everything in `tests.mutation.mutants.MORE` for its folder. Appends one JSON object a mutant to --report;
+without --only, writes docs/mutants.md from it. Exit code 1 if less than 98 % are killed, if the text of a mutant is
+not in its file exactly once, or if the tests fail without a mutant.
+
+--device cuda: the mutants that only a GPU can show, each with its GPU test; some seconds a mutant.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.mutation.mutants import MUTANTS, Mutant
+from tests.mutation import worker
+from tests.mutation.mutants import MUTANTS, Device, Mutant, more_tests, stale
+from tests.mutation.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = 0.98
-LIMIT_S = 600  # a mutant that hangs its tests is noticed too
+LIMIT_S = {"first": 120, "more": 600}  # a mutant that hangs its tests is noticed too
+MARKS: dict[Device, str] = {"cpu": "not gpu and not slow", "cuda": "gpu and not slow"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant."""
+    """What became of one mutant: a line of the report."""
 
-    mutant: Mutant
+    file: str
+    fault: str
+    device: Device
     killed: bool
-    seconds: float
     by: str  # the first test that failed
+    why: str
+    more: bool  # its own tests passed, a wider list did not
+    seconds: float
 
 
 def main() -> int:
     """Run the mutants asked for (all, or those whose file or text holds --only)."""
-    parser = argparse.ArgumentParser("python -m tests.mutation", description=__doc__)
-    parser.add_argument("--only", default="", help="only mutants whose file, name or text holds this")
+    parser = argparse.ArgumentParser("python -m tests.mutation", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", default="", help="only mutants whose file, fault or text holds this")
+    parser.add_argument("--device", choices=list(MARKS), default="cpu", help="which mutants: of the CPU or of the GPU")
+    parser.add_argument("--report", type=Path, default=Path("mutants.jsonl"), help="JSON lines, one a mutant")
     args = parser.parse_args()
-    chosen = [m for m in MUTANTS if args.only in f"{m.file} {m.what} {m.old} {m.new}"]
+    chosen = [m for m in MUTANTS if m.device == args.device and args.only in f"{m.file} {m.fault} {m.old} {m.new}"]
+    gone = stale(ROOT, chosen)
+    print("\n".join(gone), end="\n" if gone else "")
+    if gone or not chosen:
+        return 1
+    args.report.write_text("", "utf-8")
+    verdicts = []
     with tempfile.TemporaryDirectory(prefix="megatrain-mutants-") as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".demo", "build", "__pycache__", ".*")
-        )
-        stale = [m for m in chosen if (copy / m.file).read_text(encoding="utf-8").count(m.old) != 1]
-        for mutant in stale:
-            print(f"stale: {mutant.file}: {mutant.what}: its text is not there exactly once", flush=True)
-        if stale:
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("build", "__pycache__", ".*"))
+        worker.prepare(copy)
+        if not passes(copy, chosen):
             return 1
-        for tests in sorted({m.tests for m in chosen}):
-            failed = run(copy, tests)
-            if failed is not None:
-                print(f"tests fail without a mutant: {tests}: {failed}", flush=True)
-                return 1
-        verdicts = [judge(copy, mutant) for mutant in chosen]
-    share = sum(v.killed for v in verdicts) / len(verdicts)
-    print(f"{sum(v.killed for v in verdicts)} of {len(verdicts)} killed ({share:.1%})")
-    if not args.only:
-        (ROOT / "docs" / "mutants.md").write_text(report(verdicts), encoding="utf-8")
-    return 0 if share >= NEEDED else 1
-
-
-def run(copy: Path, tests: str) -> str | None:
-    """None if `tests` pass in `copy`, else the first failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests.split()]
-    environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}:{copy}", "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return "hung"
-    if done.returncode == 0:
-        return None
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failures[0].split(" ", 1)[1].split(" - ")[0] if failures else f"exit code {done.returncode}"
-
-
-def judge(copy: Path, mutant: Mutant) -> Verdict:
-    """Apply, test, restore."""
-    path = copy / mutant.file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    started = time.perf_counter()
-    try:
-        failed = run(copy, mutant.tests)
-    finally:
-        path.write_text(text, encoding="utf-8")
-    verdict = Verdict(mutant, failed is not None, time.perf_counter() - started, failed or "")
-    print(
-        f"{'killed  ' if verdict.killed else 'SURVIVED'} {verdict.seconds:5.0f} s  {mutant.file}: {mutant.what}",
-        flush=True,
-    )
-    return verdict
-
-
-def report(verdicts: list[Verdict]) -> str:
-    """The committed page."""
+        for verdict in judge(copy, chosen):
+            verdicts.append(verdict)
+            with args.report.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(verdict)) + "\n")
+            state = "killed  " if verdict.killed else "SURVIVED"
+            print(f"{state} {verdict.seconds:5.1f} s  {verdict.file}: {verdict.fault}", flush=True)
     killed = sum(v.killed for v in verdicts)
-    rows = "\n".join(
-        f"| {'killed' if v.killed else '**survived**'} | `{v.mutant.file}` | {v.mutant.what} | `{v.by}` |"
-        for v in verdicts
-    )
-    return (
-        "# Mutants\n\nWritten by `make mutants`. Each line is a fault put into the program; the tests named by it in "
-        f"`tests/mutation/mutants.py` had to fail.\n\n**{killed} of {len(verdicts)} killed.**\n\n"
-        f"| | file | fault | first test that failed |\n|---|---|---|---|\n{rows}\n"
-    )
+    print(f"{killed} of {len(verdicts)} killed ({killed / len(verdicts):.1%})")
+    if not args.only:
+        rows = [json.loads(line) for line in args.report.read_text("utf-8").splitlines()]
+        (ROOT / "docs/mutants.md").write_text(page(rows, ROOT / "docs/mutants.md"), "utf-8")
+    return 0 if killed >= NEEDED * len(verdicts) else 1
+
+
+def passes(copy: Path, chosen: list[Mutant]) -> bool:
+    """Whether the mutants' own tests pass without a mutant; says which do not."""
+    good = True
+    for tests, device in sorted({(m.tests, m.device) for m in chosen}):
+        outcome = worker.run(copy, tests, LIMIT_S["first"], MARKS[device])
+        if outcome.failed:
+            good = False
+            print(f"fails without a mutant: {tests}: {outcome.failed}: {outcome.why}", flush=True)
+    return good
+
+
+def judge(copy: Path, chosen: list[Mutant]) -> Iterator[Verdict]:
+    """Apply, test, restore, for each."""
+    for mutant in chosen:
+        path = copy / mutant.file
+        text = path.read_text("utf-8")
+        path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+        marks, wider = MARKS[mutant.device], False
+        outcome = worker.run(copy, mutant.tests, LIMIT_S["first"], marks)
+        seconds = outcome.seconds
+        if not outcome.failed and mutant.device == "cpu":
+            outcome, wider = worker.run(copy, more_tests(mutant.file), LIMIT_S["more"], marks), True
+            seconds += outcome.seconds
+        path.write_text(text, "utf-8")
+        yield Verdict(
+            mutant.file, mutant.fault, mutant.device, bool(outcome.failed), outcome.failed, outcome.why[:200],
+            wider and bool(outcome.failed), round(seconds, 1),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

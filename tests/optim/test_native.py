@@ -39,6 +39,15 @@ def test_without_the_core_numpy_takes_over_and_says_so_once(caplog):
         optim.tensor_sum_squares(grad, isa="avx2")
 
 
+def test_a_sanitized_core_is_the_one_under_test():
+    """`make sanitize` says where its core is: an editable install elsewhere must not be tested in its place."""
+    module = native.load()
+    wanted = os.environ.get("MEGATRAIN_CORE_BELOW")
+    if wanted is not None:
+        assert module is not None
+        assert str(module.__file__).startswith(wanted)
+
+
 @needs_native
 def test_the_instruction_sets_are_distinct_and_the_widest_is_the_default():
     names = native.isas()

@@ -1,0 +1,63 @@
+"""Faults in the models."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant, of
+
+ENGINE = "tests/engine/test_identity.py -k smollm2-fp32"
+ATTENTION = "tests/models/test_attention.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    *of(
+        "models/layout.py",
+        "tests/engine/test_identity.py -k frozen",
+        ("decay of the first tensor for all", "if spans and spans[-1].decay == tensor.decay:", "if spans:"),
+        ("state of frozen tensors counted", "        if not tensor.trainable:\n            continue\n", ""),
+    ),
+    *of(
+        "models/loss.py",
+        ENGINE,
+        (
+            "only the last chunk's gradient counts",
+            "            view.add_(gradient)",
+            "            view.copy_(gradient)",
+        ),
+        (
+            "the loss of the first chunk only",
+            "        loss += chunk_loss.detach()",
+            "        loss = chunk_loss.detach()",
+        ),
+    ),
+    *of(
+        "models/grad.py",
+        "tests/models/test_parity.py -k llama tests/models/test_template.py",
+        (
+            "gradients of a kept graph from the old weights",
+            "kept.rebinding.w_now = w_now",
+            "kept.rebinding.w_now = kept.rebinding.w_now or w_now",
+        ),
+        ("weights keep their own place in a kept graph", "if first <= start < stop:", "if False:"),
+    ),
+    *of(
+        "models/grad.py",
+        ENGINE,
+        (
+            "the embedding's gradient is dropped",
+            "    if not grads:\n        return\n    with",
+            "    if True:\n        return\n    with",
+        ),
+    ),
+    *of(
+        "models/attention_cpu.py",
+        ATTENTION,
+        ("window one token wider", "(age_BS >= window)", "(age_BS > window)"),
+        ("tokens see their future", "age_BS[:, first - low :] < 0", "age_BS[:, first - low :] < -1"),
+        (
+            "documents see each other",
+            "    _, lengths = torch.unique_consecutive(document_ids_T, return_counts=True)",
+            "    lengths = torch.tensor([num_tokens])",
+        ),
+        ("no soft-cap in the backward", "ds_GRBS.mul_(slope_GRBS)", "pass"),
+        ("delta left out", ".sub_(delta_GRN1[:, :, rows])", ""),
+    ),
+)

@@ -1,0 +1,61 @@
+"""Faults in the schedule."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant, of
+
+SCHEDULE = "tests/schedule/test_build.py tests/schedule/test_check.py"
+NORM = "tests/optim/test_norm.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    *of(
+        "schedule/waits.py",
+        SCHEDULE,
+        (
+            "no wait for the writer of what is read",
+            "        for place in op.reads:\n            if place in self._write:\n                yield",
+            "        for place in op.reads:\n            if False:\n                yield",
+        ),
+        ("no wait for earlier readers", "yield from self._reads.get(place, {}).values()", "yield from ()"),
+        ("implied waits are kept", "if lane == own or clock[lane] >= position[before]:", "if lane == own:"),
+        (
+            "the last needed wait is dropped",
+            "waits.append(tuple(reversed(chosen)))",
+            "waits.append(tuple(reversed(chosen[1:])))",
+        ),
+    ),
+    *of(
+        "schedule/slots.py",
+        SCHEDULE,
+        ("the slot that is needed soonest is given away", "farthest = max(next_uses)", "farthest = min(next_uses)"),
+        ("a slot in use may be given away", "if farthest <= self._ahead:", "if farthest < 0:"),
+        ("gradient slots always the first", 'slot = Place("g", len(users) % num_slots)', 'slot = Place("g", 0)'),
+        ("an incomplete sum is not sent home", 'return segment.grads == "pool" and self._rotates', "return False"),
+    ),
+    *of(
+        "schedule/build.py",
+        SCHEDULE,
+        ("the tied sums are not merged", "if visit.last_round and self.tied_grad:", "if False:"),
+        (
+            "norm in every round",
+            "            if visit.last_round:\n                yield Op(Kind.NORM",
+            "            if True:\n                yield Op(Kind.NORM",
+        ),
+        (
+            "norm in the first round only",
+            "            if visit.last_round:\n                yield Op(Kind.NORM",
+            "            if visit.first_round:\n                yield Op(Kind.NORM",
+        ),
+        (
+            "block gradients zeroed in every round",
+            "        block, grad = visit.index - 1, self.grads[visit]\n        if visit.first_round:",
+            "        block, grad = visit.index - 1, self.grads[visit]\n        if True:",
+        ),
+        (
+            "the last micro-batch of a round is left out",
+            "range(start, stop) for start, stop in pairwise(edges)",
+            "range(start, max(start + 1, stop - 1)) for start, stop in pairwise(edges)",
+        ),
+        ("the embedding gets no backward", "if self.lowest == 0:", "if False:"),
+    ),
+)
