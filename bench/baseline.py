@@ -81,5 +81,5 @@ class PlainStep:
 
     def _layer(self, index: int, weights: dict[str, Tensor], h: Tensor, calls: LayerCalls) -> Tensor:
         if self.keep:
-            return self.template.apply_block(index, weights, h, calls)
-        return checkpoint(self.template.apply_block, index, weights, h, calls, use_reentrant=False)
+            return self.template.apply_block(index, weights, h, calls).h
+        return checkpoint(self.template.apply_block, index, weights, h, calls, use_reentrant=False).h

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.models import attention
 from megatrain.models.batch import TokenBatch
+from megatrain.models.dice import key_of
 from megatrain.models.documents import Packing, run_by_document
 from megatrain.models.families import FAMILIES
 from megatrain.models.loss import chunked_backward
@@ -119,6 +120,62 @@ def hidden_states(whole: Whole, batch: TokenBatch) -> Tensor:
 
 
 @contextmanager
+def dice(whole: Whole, key: int) -> Iterator[None]:
+    """While entered, the model trains: what comes before the layers, and each layer, draws from its own seed."""
+    backbone = whole.model.get_submodule(FAMILIES[type(whole.model).__name__].backbone)
+    layers = backbone.get_submodule(FAMILIES[type(whole.model).__name__].layers)
+    parts = [backbone, *layers]
+    handles = [
+        part.register_forward_pre_hook(lambda _part, _given, number=number: seed_all(key_of(key, number)))
+        for number, part in enumerate(parts)
+    ]
+    whole.model.train()
+    yield
+    whole.model.eval()
+    for handle in handles:
+        handle.remove()
+
+
+def seed_all(key: int) -> None:
+    """Seed the default generators; a forward hook that returns nothing changes nothing."""
+    torch.manual_seed(key)
+
+
+class RouterLoss(NamedTuple):
+    """The balancing loss as one formula over all layers, for whole-model autograd."""
+
+    coefficient: float
+    num_experts: int
+    num_chosen: int
+    router: str  # class of the routers
+    output: int = 0  # which of their outputs is the logits
+
+    def of(self, logits: Sequence[Tensor], batch: TokenBatch) -> Tensor:
+        """Times the supervised tokens; documents without a label do not count."""
+        labelled = {int(d) for d, label in zip(batch.document_ids_T, batch.labels_T, strict=True) if label >= 0}
+        counted = torch.tensor([float(int(d) in labelled) for d in batch.document_ids_T], device=logits[0].device)
+        rows = max(1.0, float(counted.sum()) * len(logits))
+        share, probability = torch.zeros(2, self.num_experts, device=counted.device)
+        for layer in logits:
+            p = torch.softmax(layer.float(), dim=-1)
+            chosen = torch.nn.functional.one_hot(p.topk(self.num_chosen, dim=-1).indices, self.num_experts).sum(1)
+            share = share + (chosen * counted[:, None]).sum(0)
+            probability = probability + (p * counted[:, None]).sum(0)
+        balanced = self.num_experts * torch.sum((share / rows) * (probability / rows))
+        return (self.coefficient * (batch.labels_T >= 0).sum()) * balanced
+
+    @contextmanager
+    def hear(self, model: nn.Module) -> Iterator[list[Tensor]]:
+        """While entered, the list gets the logits of every router that runs."""
+        heard: list[Tensor] = []
+        routers = [module for module in model.modules() if type(module).__name__ == self.router]
+        handles = [r.register_forward_hook(lambda _r, _given, out: heard.append(out[self.output])) for r in routers]
+        yield heard
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def noise(whole: Whole, batch: TokenBatch, neftune: tuple[float, int] | None, step: int, index: int) -> Iterator[None]:
     """While entered, the first layer gets its hidden state with the noise of this micro-batch. (alpha, seed)"""
     if neftune is None:
@@ -142,10 +199,16 @@ def add_gradients(
     scale: float,
     chunk_tokens: int,
     label_smoothing: float = 0.0,
+    router_loss: RouterLoss | None = None,
 ) -> Tensor:
     """The loss sum of one micro-batch; adds its gradients, times `scale`, in fp32. Only the output layer is special."""
     model, output = whole.model, whole.output
-    y = hidden_states(whole, batch)
+    if router_loss is None:
+        y, beside = hidden_states(whole, batch), []
+    else:
+        with router_loss.hear(model) as heard:
+            y = hidden_states(whole, batch)
+        beside = [router_loss.of(heard, batch)]
 
     def logits_of(w: Mapping[str, Tensor], y_chunk: Tensor) -> Tensor:
         return functional_call(output, dict(w), (), {"inputs_embeds": y_chunk, "use_cache": False}).logits
@@ -157,10 +220,11 @@ def add_gradients(
     )
     inside = [name for name in sums if name not in output_w]
     if inside:
-        grads = torch.autograd.grad(y, [model.get_parameter(name) for name in inside], dy)
+        at = [dy, *(one.new_full((), scale) for one in beside)]
+        grads = torch.autograd.grad([y, *beside], [model.get_parameter(name) for name in inside], at)
         for name, grad in zip(inside, grads, strict=True):
             sums[name] += grad.float()
-    return loss
+    return sum((one.detach().double() for one in beside), loss)
 
 
 def train(
@@ -179,6 +243,8 @@ def train(
     buffers: Mapping[str, Tensor] = MappingProxyType({}),  # saved buffers by checkpoint name
     label_smoothing: float = 0.0,
     neftune: tuple[float, int] | None = None,  # (alpha, seed)
+    dice_seed: int | None = None,  # of dropout; None: there is none
+    router_loss: RouterLoss | None = None,
 ) -> Result:
     """Train for len(steps) steps. A step with a non-finite loss or gradient applies nothing and is not counted."""
     spec = model_spec(config, freeze=freeze)
@@ -205,8 +271,10 @@ def train(
         denominator = sum(int((batch.labels_T >= 0).sum()) for batch in micro_batches)
         loss = torch.zeros((), dtype=torch.float64)
         for index, b in enumerate(micro_batches):
-            with noise(run, b, neftune, step, index):
-                loss = loss + add_gradients(run, b, sums, 1.0 / denominator, chunk_tokens, label_smoothing).cpu()
+            key = None if dice_seed is None else key_of(dice_seed, step, index)
+            with noise(run, b, neftune, step, index), nullcontext() if key is None else dice(run, key):
+                one = add_gradients(run, b, sums, 1.0 / denominator, chunk_tokens, label_smoothing, router_loss)
+            loss = loss + one.cpu()
         if spec.tied and OUTPUT in sums:
             sums[embedding] += sums.pop(OUTPUT)
         g = {name: total.cpu().numpy() for name, total in sums.items()}

@@ -131,8 +131,6 @@ def classifier() -> PreTrainedConfig:
         (classifier(), ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         (dropout(), ["attention_dropout 0.1", "0.0"]),
         (GPT2Config(n_layer=1, n_embd=64, n_head=4), ["pdrop 0.1", "0.0"]),
-        (tiny_config("mixtral", router_jitter_noise=0.1), ["router_jitter_noise 0.1", "0.0"]),
-        (tiny_config("mixtral", output_router_logits=True), ["output_router_logits", "false"]),
         (batched_experts(), ["batched_mm", "grouped_mm"]),
         (windows_of_qwen2_moe(), ["window", "use_sliding_window"]),
         (bidirectional(), ["use_bidirectional_attention", "false"]),

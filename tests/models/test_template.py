@@ -98,7 +98,7 @@ def test_kept_graph_without_weights_says_so() -> None:
     template, homes, h, calls = layer_setting("llama", torch.float32)
     out, kept = block_keep(template, 0, homes.fetch("L000", 0), h, calls)
     with pytest.raises(AssertionError, match="before its weights were bound"):
-        torch.autograd.backward(kept.edge, torch.ones_like(out), inputs=[kept.source])
+        torch.autograd.backward(kept.edges, torch.ones_like(out), inputs=[kept.source])
 
 
 def test_gradients_are_added_in_fp32_to_what_is_there() -> None:

@@ -17,6 +17,7 @@ from megatrain.engine.places import Places
 from megatrain.engine.rules import HostRule, device_rule
 from megatrain.engine.trace import Trace
 from megatrain.models.batch import TokenBatch
+from megatrain.models.dice import key_of
 from megatrain.models.neftune import with_noise
 from megatrain.models.template import ModelTemplate
 from megatrain.schedule.build import Program, build
@@ -35,7 +36,7 @@ class Numerics:
     max_grad_norm: float | None
     label_smoothing: float = 0.0
     neftune_alpha: float | None = None
-    seed: int = 0  # of the noise
+    seed: int = 0  # of noise and dropout
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Engine:
         """Forward, backward and norm of one optimizer step; its update is left pending.
 
         `num_supervised` is the step's number of supervised tokens, over all micro-batches; it must be positive.
-        `step`: the number of the step in its run, which names its noise.
+        `step`: the number of the step in its run, which names its noise and its dropout.
         """
         assert num_supervised > 0, "a step without supervised tokens has no loss"
         started = time.perf_counter()
@@ -111,6 +112,7 @@ class Engine:
             next_step=self.applied_steps + 1,
             max_norm=self.numerics.max_grad_norm,
             disturb=self._noise_of(step),
+            key_of=lambda micro_batch: key_of(self.numerics.seed, step, micro_batch),
         )
         self._run("train", program)
         cell = self._handlers.cell

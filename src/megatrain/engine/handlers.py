@@ -19,6 +19,7 @@ from megatrain.memory import copy_in_pieces
 from megatrain.models.batch import TokenBatch
 from megatrain.models.grad import Kept, block_backward, block_backward_kept, block_keep, embed_backward
 from megatrain.models.loss import head_backward, head_loss
+from megatrain.models.router import Tally
 from megatrain.models.template import LayerCalls, ModelTemplate
 from megatrain.schedule.ops import TIED_GRAD, Kind, Op, Place
 from megatrain.store.store import SegmentStore
@@ -34,12 +35,17 @@ class Cell:
     bad_tensor: str | None  # the first tensor, in checkpoint-name order, whose gradient is not finite
 
 
+KeyOf = Callable[[int], int | None]  # the number of a micro-batch -> what its random numbers are drawn from
 Disturb = Callable[[Tensor, TokenBatch, int], Tensor]  # (h_1TD, its micro-batch, the number of that) -> h_1TD
 
 
 def undisturbed(h_1TD: Tensor, _batch: TokenBatch, _micro_batch: int) -> Tensor:
     """No noise on what enters the first layer."""
     return h_1TD
+
+
+def without_key(_micro_batch: int) -> None:
+    """Evaluation: no dropout, no router loss."""
 
 
 @dataclass
@@ -53,8 +59,10 @@ class Step:
     max_norm: float | None = None
     write_segment: Callable[[str], None] | None = None
     calls: dict[int, LayerCalls] = field(default_factory=dict)
+    tallies: dict[int, Tally] = field(default_factory=dict)  # of micro-batches whose routers have a loss
     kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
     disturb: Disturb = undisturbed
+    key_of: KeyOf = without_key
     last_use: Mapping[int, Sequence[Place]] = field(default_factory=dict)  # id(op) -> what nobody needs after it
 
 
@@ -136,9 +144,11 @@ class Handlers:
 
     def embed(self, op: Op) -> None:
         m, batch = self._batch(op)
-        h, calls = self.template.embed(self.places.views(op.reads[0], op.segment), batch)
+        h, calls = self.template.embed(self.places.views(op.reads[0], op.segment), batch, self.step.key_of(m))
         self.places.hidden(op.writes[0]).copy_(self.step.disturb(h, batch, m))
         self.step.calls[m] = calls
+        if calls[0].tally is not None:
+            self.step.tallies[m] = calls[0].tally
 
     def forward(self, op: Op) -> None:
         m, _ = self._batch(op)
@@ -166,6 +176,7 @@ class Handlers:
         return batch, weights, self.places.hidden(_one(op.reads, "act"))
 
     def head(self, op: Op) -> None:
+        m, _ = self._batch(op)
         batch, weights, h = self._head(op)
         grads: dict[str, Tensor] = {}
         for place in op.writes:
@@ -183,6 +194,8 @@ class Handlers:
             self.loss_chunk_tokens,
             self.label_smoothing,
         )
+        if self.template.balance is not None:
+            loss = loss + self.step.tallies[m].settle(self.template.balance, self.step.inv_denominator)
         self.scalars.put(str(_one(op.writes, "loss")), loss)
         self.places.hidden(_one(op.writes, "dact")).copy_(dh)
 
@@ -210,9 +223,9 @@ class Handlers:
         self._release(op)
 
     def embed_backward(self, op: Op) -> None:
-        _, batch = self._batch(op)
-        dh = self.places.hidden(_one(op.reads, "dact"))
-        embed_backward(self.template, self.places.views(op.reads[0], op.segment), self._grads(op), batch, dh)
+        m, batch = self._batch(op)
+        weights, dh = self.places.views(op.reads[0], op.segment), self.places.hidden(_one(op.reads, "dact"))
+        embed_backward(self.template, weights, self._grads(op), batch, dh, self.step.key_of(m))
 
     def merge(self, op: Op) -> None:
         assert self.places.tied is not None

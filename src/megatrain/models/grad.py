@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megatrain.models.batch import TokenBatch
-from megatrain.models.recorders import LayerCalls
-from megatrain.models.template import ModelTemplate, Weights, leaves_of
+from megatrain.models.recorders import LayerCall, LayerCalls
+from megatrain.models.template import ModelTemplate, Weights, leaves_of, note
 
 Gradients = Mapping[str, Tensor]  # local name -> fp32 view of a gradient slot; only trainable tensors
 
@@ -33,13 +33,18 @@ def point_gradients(leaves: Mapping[str, Tensor], grads: Gradients) -> list[Tens
     return chosen
 
 
-def embed_backward(template: ModelTemplate, w: Weights, grads: Gradients, batch: TokenBatch, dh: Tensor) -> None:
-    """Add EMBED's gradients for `dh`, the loss's gradient at `embed`'s result. `grads` empty: nothing to do."""
+def embed_backward(
+    template: ModelTemplate, w: Weights, grads: Gradients, batch: TokenBatch, dh: Tensor, key: int | None = None
+) -> None:
+    """Add EMBED's gradients for `dh`, the loss's gradient at `embed`'s result under the same `key`.
+
+    `grads` empty: nothing to do.
+    """
     if not grads:
         return
     with torch.enable_grad():
         leaves = leaves_of(w, frozenset(grads))
-        h, _ = template.embed(leaves, batch)
+        h, _ = template.embed(leaves, batch, key)
     torch.autograd.backward(h, dh, inputs=point_gradients(leaves, grads))
 
 
@@ -51,8 +56,18 @@ def block_backward(
         leaves = leaves_of(w, template.trainable(template.spec.blocks[index]))
         source = h.detach().requires_grad_()
         out = template.apply_block(index, leaves, source, calls)
-    torch.autograd.backward(out, dh, inputs=[source, *point_gradients(leaves, grads)])
+    at_edges = _at_edges(calls[index], dh, len(out.sums))
+    torch.autograd.backward(out.edges(), at_edges, inputs=[source, *point_gradients(leaves, grads)])
     return source.grad
+
+
+def _at_edges(call: LayerCall, dh: Tensor, num_routers: int) -> list[Tensor]:
+    """The gradients that a layer's backward starts from: at its output, and at the sums of its routers."""
+    if num_routers == 0:
+        return [dh]
+    assert call.tally is not None
+    assert call.tally.gradient_E is not None, "the router loss was not settled before the backward"
+    return [dh, *[call.tally.gradient_E] * num_routers]
 
 
 class _WeightRef(NamedTuple):
@@ -95,7 +110,8 @@ class _Rebinding:
 class Kept:
     """A block's forward pass with its graph: activations, no weights. Good for one `block_backward_kept`."""
 
-    edge: GradientEdge
+    edges: list[GradientEdge]  # of the output, and of the routers' sums where they have a loss
+    call: LayerCall
     source: Tensor  # the block's input, as a leaf
     leaves: dict[str, Tensor]  # trainable weights as leaves, emptied of their memory
     rebinding: _Rebinding
@@ -112,11 +128,13 @@ def block_keep(template: ModelTemplate, index: int, w: Weights, h: Tensor, calls
     for leaf in leaves.values():
         leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the graph holds its leaves: leave them one element each
     kept = {name: leaves[name] for name in leaves if name in trainable}
-    return out.detach(), Kept(get_gradient_edge(out), source, kept, rebinding)
+    note(calls[index], out)
+    return out.h.detach(), Kept([*map(get_gradient_edge, out.edges())], calls[index], source, kept, rebinding)
 
 
 def block_backward_kept(kept: Kept, w_now: Weights, grads: Gradients, dh: Tensor) -> Tensor:
     """Add the gradients of a kept block whose weights, same bits, now lie at `w_now`; return that at its input."""
     kept.rebinding.w_now = w_now
-    torch.autograd.backward(kept.edge, dh, inputs=[kept.source, *point_gradients(kept.leaves, grads)])
+    at_edges = _at_edges(kept.call, dh, len(kept.edges) - 1)
+    torch.autograd.backward(kept.edges, at_edges, inputs=[kept.source, *point_gradients(kept.leaves, grads)])
     return kept.source.grad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,12 +12,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.models.dice import rolls_dice
 from megatrain.models.families import Family, family_of
 from megatrain.models.hf_folder import refusals_of_transformers
+from megatrain.models.router import balance_of
 
 _MOST_LAYERS = 10_000  # a damaged number must not build layers until memory is full
-# Settings that roll dice while training; those of heads for other tasks aside.
-_DICE = re.compile(r"^(?!classifier|summary|seq_class).*(dropout|pdrop|layerdrop|drop_path|jitter)")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -76,18 +75,17 @@ def _fix_to_buffers(model: PreTrainedModel) -> None:
 
 
 def _refuse_settings(config: PreTrainedConfig, model: PreTrainedModel, family: Family, dtype: torch.dtype) -> None:
-    """No dice, since recomputing a layer must give the same bits; no look ahead; no loss but the plain one."""
+    """No dice that cannot be thrown again, no look ahead, no loss that would be left out."""
     settings = config.to_dict()
-    for name, value in settings.items():
-        if _DICE.search(name) and isinstance(value, float) and value > 0.0:
-            raise ModelError(f"the config has {name} {value}, which is not supported; set it to 0.0 in config.json")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p > 0.0:
-            raise ModelError(f"{type(module).__name__} {module.p} is not supported; set it to 0.0 in config.json")
-    if settings.get("output_router_logits"):
+    if not rolls_dice(settings) and any(isinstance(m, nn.Dropout) and m.p > 0.0 for m in model.modules()):
         raise ModelError(
-            "the config sets output_router_logits, which adds a router loss; only the plain loss is supported, "
-            "set it to false in config.json"
+            f"{family.architecture} has dropout that no setting of its config speaks of; it cannot be trained"
+        )
+    balance_of(config, family.architecture)
+    if settings.get("z_loss_coefficient"):
+        raise ModelError(
+            f"the config has z_loss_coefficient {settings['z_loss_coefficient']}, a loss on the size of the logits, "
+            "which is not supported; set it to 0.0 in config.json"
         )
     if model.config._experts_implementation == "batched_mm":
         raise ModelError("experts_implementation batched_mm gives other bits in every run; use grouped_mm or eager")
@@ -134,6 +132,7 @@ def meta_model(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
         )
     _refuse_settings(config, model, family, dtype)
+    model.config.output_router_logits = False  # `router` listens for itself; the backbone need not gather them
     _fix_to_buffers(model)
     modules = dict(model.named_modules())
     for path in (family.backbone, *(f"{family.backbone}.{part}" for part in (family.layers, *family.final))):

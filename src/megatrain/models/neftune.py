@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.models.batch import TokenBatch
+from megatrain.models.dice import key_of
 
 CHUNK_ELEMENTS = 1 << 21  # noise exists for so many elements at one time
 _LOW_32 = 0xFFFFFFFF
@@ -23,7 +24,7 @@ def with_noise(h_1TD: Tensor, batch: TokenBatch, alpha: float, seed: int, step: 
     ids_T = batch.document_ids_T
     lengths_T = torch.searchsorted(ids_T, ids_T, right=True) - torch.searchsorted(ids_T, ids_T)
     scale_T = (alpha / (lengths_T.double() * hidden_size).sqrt()).float()
-    key = _key(seed, step, micro_batch)
+    key = key_of(seed, step, micro_batch)
     out_1TD = h_1TD.clone()
     num_tokens = max(1, CHUNK_ELEMENTS // hidden_size)
     for start in range(0, ids_T.numel(), num_tokens):
@@ -49,14 +50,3 @@ def _hash32(bits: Tensor) -> Tensor:
     bits = bits ^ (bits >> 15)
     bits = (bits * 0x846CA68B) & _LOW_32  # wraps in 64 bits; the low 32 are right
     return bits ^ (bits >> 16)
-
-
-def _key(*words: int) -> int:
-    """64 bits of a few integers, by the steps of splitmix64."""
-    state = 0
-    for word in words:
-        state = (state + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from megatrain.errors import ModelError
+from megatrain.models.router import Tally
 
 
 class LayerCall(NamedTuple):
@@ -18,6 +19,8 @@ class LayerCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     lengths_tokens: tuple[int, ...] = ()  # of the pack's documents, where a part of the layer needs them
+    dice: int | None = None  # what seeds the layer's random numbers; None: it draws none
+    tally: Tally | None = None  # of the micro-batch, where routers have a loss
 
 
 LayerCalls = tuple[LayerCall, ...]  # one per block

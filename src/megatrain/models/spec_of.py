@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.families import Family
 from megatrain.models.meta import meta_model
+from megatrain.models.router import NUM_CHOSEN, NUM_EXPERTS, first_setting
 from megatrain.models.spec import NO_LIMIT, AttentionShape, ModelSpec, SegmentSpec, TensorSpec
 
 
@@ -144,7 +145,7 @@ def _undecayed(model: PreTrainedModel) -> frozenset[str]:
 
 def _active_by_segment(values: Mapping[str, Any], segments: Mapping[str, Sequence[TensorSpec]]) -> list[int]:
     """Parameters that a token is multiplied with, of each segment: of the experts those chosen."""
-    num_experts, chosen = _first(values, _NUM_EXPERTS), _first(values, _NUM_CHOSEN)
+    num_experts, chosen = first_setting(values, NUM_EXPERTS), first_setting(values, NUM_CHOSEN)
     totals = []
     for index, tensors in enumerate(segments.values(), -1):  # EMBED comes first
         totals.append(sum(t.num_elements for t in tensors))
@@ -155,15 +156,6 @@ def _active_by_segment(values: Mapping[str, Any], segments: Mapping[str, Sequenc
                 count = chosen[index] if isinstance(chosen, list) else chosen
                 totals[-1] -= tensor.num_elements // tensor.shape[0] * (tensor.shape[0] - count)
     return totals
-
-
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-
-
-def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value under the first of `names` that has one."""
-    return next((values[name] for name in names if values.get(name) is not None), None)
 
 
 def _is_of_experts(tensor: TensorSpec, counts: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.errors import ModelError
 from megatrain.models import attention
 from megatrain.models.batch import TokenBatch
+from megatrain.models.dice import key_of, rolls_dice, thrown
 from megatrain.models.documents import chunk_ids, chunk_tokens_of, lengths_of, run_by_document
 from megatrain.models.families import Family
 from megatrain.models.meta import meta_model
 from megatrain.models.recorders import Absent, GivenBackbone, LayerCall, LayerCalls, Recorder, Tape
+from megatrain.models.router import Balance, RouterSums, balance_of, listen, sums_of, tally_of
 from megatrain.models.spec import ModelSpec, SegmentSpec
 from megatrain.models.spec_of import spec_of_model
 
@@ -28,11 +31,28 @@ Weights = Mapping[str, Tensor]  # TensorSpec.local -> view of a slot; a tied HEA
 OUTPUT_WEIGHT = "lm_head.weight"
 DEFAULT_ATTENTION = attention.NAME
 
-BlockCall = Callable[[nn.Module, dict[str, Tensor], Tensor, LayerCall], Tensor]
+BlockCall = Callable[[nn.Module, dict[str, Tensor], Tensor, LayerCall, list[Tensor]], tuple[Any, tuple[Tensor, ...]]]
 
 
-def _call_block(layer: nn.Module, w: dict[str, Tensor], h: Tensor, call: LayerCall) -> Tensor:
-    return functional_call(layer, w, (h, *call.args), call.kwargs)
+class BlockOutput(NamedTuple):
+    """What a layer gives: its hidden state, and its routers' sums where they have a loss."""
+
+    h: Tensor
+    sums: Sequence[RouterSums]
+
+    def edges(self) -> list[Tensor]:
+        """What a gradient comes back to: the hidden state first."""
+        return [self.h, *(one.probability_E for one in self.sums)]
+
+
+def _call_block(
+    layer: nn.Module, w: dict[str, Tensor], h: Tensor, call: LayerCall, heard: list[Tensor]
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """The layer's result, and the logits that its routers let be heard."""
+    out = functional_call(layer, w, (h, *call.args), call.kwargs)
+    logits = tuple(heard)
+    heard.clear()
+    return out, logits
 
 
 class ModelTemplate:
@@ -61,6 +81,9 @@ class ModelTemplate:
         backbone = model.get_submodule(family.backbone)
         self._packing = run_by_document(backbone.get_submodule(family.layers), family)
         self._layers: tuple[nn.Module, ...] = tuple(backbone.get_submodule(family.layers))
+        self._rolls_dice = rolls_dice(config.to_dict())
+        self.balance: Balance | None = balance_of(config, family.architecture)
+        self._heard = [] if self.balance is None else listen(nn.ModuleList(self._layers), family.architecture)
         backbone.set_submodule(family.layers, nn.ModuleList())
         self._tape = Tape()
         self._others = family.others
@@ -109,9 +132,15 @@ class ModelTemplate:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         self._call_block = torch.compile(_call_block, dynamic=False)
 
-    def embed(self, w: Weights, batch: TokenBatch) -> tuple[Tensor, LayerCalls]:
-        """(h_1TD before the first layer, what each layer is to be called with). `w`: EMBED's."""
+    def embed(self, w: Weights, batch: TokenBatch, key: int | None = None) -> tuple[Tensor, LayerCalls]:
+        """(h_1TD before the first layer, what each layer is to be called with). `w`: EMBED's.
+
+        `key`: in training, the number of this micro-batch of this step, from which dropout is drawn. None: evaluation,
+        where there is neither dropout nor router loss.
+        """
         self._tape.calls.clear()
+        dice = key if self._rolls_dice else None
+        self._before.train(dice is not None)
         mask = self._mask_of(batch) if self._takes_document_ids else None
         inputs = {
             "input_ids": batch.input_ids_T.unsqueeze(0),
@@ -119,7 +148,8 @@ class ModelTemplate:
             "attention_mask": mask,
             "use_cache": False,
         }
-        functional_call(self._before, dict(w), (), inputs)
+        with thrown(_layer_key(dice, 0), self.device):
+            functional_call(self._before, dict(w), (), inputs)
         h_1TD, calls = self._tape.first, tuple(self._tape.calls)
         self._tape.calls.clear()
         self._tape.first = None
@@ -128,7 +158,10 @@ class ModelTemplate:
         if self._by_document:
             lengths = lengths_of(batch.document_ids_T)
             calls = tuple(call._replace(lengths_tokens=lengths) for call in calls)
-        return h_1TD, calls
+        tally = None if self.balance is None or key is None else tally_of(batch)
+        return h_1TD, tuple(
+            call._replace(dice=_layer_key(dice, number), tally=tally) for number, call in enumerate(calls, 1)
+        )
 
     def _mask_of(self, batch: TokenBatch) -> Tensor | dict[str, Tensor]:
         """Document ids in the place of a mask; for a model of chunked layers, by layer type."""
@@ -138,11 +171,14 @@ class ModelTemplate:
         chunks = chunk_ids(batch, self._chunk_tokens).view(1, 1, 1, -1)
         return {"full_attention": ids, "chunked_attention": chunks}
 
-    def apply_block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> Tensor:
-        """Block `index`'s output, differentiable in `h` and in the `w` that require grad."""
-        layer = self._layers[index]
-        self._packing.lengths_tokens = calls[index].lengths_tokens
-        out = self._call_block(layer, dict(w), h, calls[index])
+    def apply_block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> BlockOutput:
+        """Block `index`'s output, differentiable in `h` and in the `w` that require grad. Tallies nothing."""
+        layer, call = self._layers[index], calls[index]
+        self._packing.lengths_tokens = call.lengths_tokens
+        if self._rolls_dice:
+            layer.train(call.dice is not None)
+        with thrown(call.dice, self.device):
+            out, logits = self._call_block(layer, dict(w), h, LayerCall(call.args, call.kwargs), self._heard)
         if self._others is not None and isinstance(out, tuple) and not any(value is not None for value in out[1:]):
             out = out[0]
         if not isinstance(out, Tensor):
@@ -151,13 +187,18 @@ class ModelTemplate:
             raise ModelError(
                 f"{type(layer).__name__} turns a hidden state of {h.dtype} into {out.dtype}; train with precision fp32"
             )
-        return out
+        if call.tally is None:
+            return BlockOutput(out, ())
+        assert self.balance is not None
+        return BlockOutput(out, sums_of(logits, call.tally.counted_T, self.balance))
 
     def block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> Tensor:
-        """Block `index`'s output. Runs the same graph as the backward pass will, and drops it."""
+        """Block `index`'s output, and its routers tallied. Runs the same graph as the backward will, and drops it."""
         names = self.trainable(self.spec.blocks[index])
         with torch.enable_grad():
-            return self.apply_block(index, leaves_of(w, names), h.detach().requires_grad_(), calls).detach()
+            out = self.apply_block(index, leaves_of(w, names), h.detach().requires_grad_(), calls)
+        note(calls[index], out)
+        return out.h.detach()
 
     def tail(self, w: Weights, h: Tensor) -> Tensor:
         """What the backbone does after its last layer (the final norm). `w`: HEAD's."""
@@ -179,6 +220,17 @@ class ModelTemplate:
         """logits_1CV of h_chunk_1CD, a piece of the tail's result: the output matrix, logit scale and soft-cap."""
         weights = {name: w[name] for name in self.output_names}
         return functional_call(self._output, weights, (), {"inputs_embeds": h_chunk, "use_cache": False}).logits
+
+
+def note(call: LayerCall, out: BlockOutput) -> None:
+    """In a forward pass: tally what the routers of a layer chose."""
+    if call.tally is not None:
+        call.tally.add(out.sums)
+
+
+def _layer_key(key: int | None, number: int) -> int | None:
+    """The dice of what comes before the layers (0), or of a layer (from 1)."""
+    return None if key is None else key_of(key, number)
 
 
 def _own_weights(backbone: nn.Module, family: Family) -> list[str]:
