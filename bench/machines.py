@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import CONFIG_MAPPING
 
 from bench.presets import PRESETS
 from megatrain.config import RunConfig, resolved
 from megatrain.hardware import Machine
+from megatrain.hardware.rates import ASSUMED
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
-from megatrain.planner import MemoryTable, plan_run
+from megatrain.planner import least_bytes, question_of
 from megatrain.planner.table import gib
 
 PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
@@ -50,8 +52,17 @@ def machine(gpu_gib: int) -> Machine:
     return Machine("cuda", f"{gpu_gib} GiB", gpu_gib * GIB, free, PLENTY, PLENTY, PLENTY, 16, "x86_64")
 
 
-def best_fit(spec: ModelSpec, gpu_gib: int) -> tuple[int, MemoryTable] | None:
-    """(micro_batch_tokens, table) of the most comfortable setting that fits this GPU."""
+class Fit(NamedTuple):
+    """The most comfortable setting that fits a GPU, and what it needs of the other tiers at least."""
+
+    tokens: int
+    ram_bytes: int
+    disk_bytes: int
+
+
+def best_fit(spec: ModelSpec, gpu_gib: int) -> Fit | None:
+    """The fit of a model and a GPU; None if there is none."""
+    on = machine(gpu_gib)
     for tokens, chunk in SIZES_TOKENS:
         asked = RunConfig(
             model="m",
@@ -61,15 +72,16 @@ def best_fit(spec: ModelSpec, gpu_gib: int) -> tuple[int, MemoryTable] | None:
             micro_batch_tokens=tokens,
             loss_chunk_tokens=chunk,
         )
-        _, table = plan_run(spec, resolved(asked, "cuda", 16), machine(gpu_gib))
-        if table.overall != "NO":
-            return tokens, table
+        question = question_of(spec, resolved(asked, "cuda", 16), on, ASSUMED["cuda"])
+        ram_bytes, disk_bytes = least_bytes(question, "ram"), least_bytes(question, "disk")
+        if ram_bytes is not None and disk_bytes is not None:
+            return Fit(tokens, ram_bytes, disk_bytes)
     return None
 
 
-def cell(found: tuple[int, MemoryTable] | None) -> str:
+def cell(fit: Fit | None) -> str:
     """RAM that the run needs, and the micro-batch it works with."""
-    return "–" if found is None else f"{gib(found[1].total_bytes('ram'))} RAM, {found[0] // 1024}K"
+    return "–" if fit is None else f"{gib(fit.ram_bytes)} RAM, {fit.tokens // 1024}K"
 
 
 def rows() -> Iterator[str]:
@@ -79,7 +91,7 @@ def rows() -> Iterator[str]:
     for name in MODELS:
         spec = spec_of(name)
         found = [best_fit(spec, size) for size in GPU_GIB]
-        disk = next(gib(table.total_bytes("disk")) for _, table in filter(None, found))
+        disk = next(gib(fit.disk_bytes) for fit in found if fit is not None)
         yield f"| {name} | {spec.num_parameters / 1e9:.1f} B | {disk} | " + " | ".join(map(cell, found)) + " |"
 
 

@@ -26,7 +26,7 @@ def test_the_page_is_fresh() -> None:
 def test_more_memory_never_needs_more_ram() -> None:
     spec = machines.spec_of("qwen2.5-7b")
     needs = [machines.best_fit(spec, size) for size in (24, 48, 80)]
-    totals = [found[1].total_bytes("ram") for found in needs if found is not None]
+    totals = [found.ram_bytes for found in needs if found is not None]
     assert len(totals) == 3
     assert totals == sorted(totals, reverse=True)
     assert machines.best_fit(spec, 1) is None

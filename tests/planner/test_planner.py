@@ -89,7 +89,7 @@ def test_exact_rows_are_what_store_and_engine_allocate(tied: bool, precision: st
 
 
 def test_a_model_that_fits_stays_in_hbm() -> None:
-    spec, config = spec_of(), config_of("cuda")
+    spec, config = spec_of(4, 2048, tied=False, vocab_size=50_000), config_of("cuda", train_batch_size=1)
     plan, table = plan_run(spec, config, GPU)
     validate(plan)
     assert all(segment.state == "hbm" for segment in plan.segments)
@@ -105,11 +105,10 @@ def test_a_model_that_does_not_fit_streams_and_uses_what_is_spare() -> None:
     plan, table = plan_run(spec, config, GPU)
     validate(plan)
     states = [segment.state for segment in plan.segments]
-    assert (states[0], states[-1]) == ("hbm", "hbm")
+    assert states[0] == "hbm"
     assert 0 < states[1:-1].count("hbm") < 48
-    assert states[1:-1] == sorted(states[1:-1]), "the front blocks are the resident ones"
+    assert states == sorted(states), "the front segments are the resident ones"
     assert table.verdict("hbm") == "FITS"
-    assert plan.round_micro_batches == 2
     assert row_bytes(table, "gradients") == 4 * sum(
         layout_of(s).num_trainable for s, p in zip(spec.segments, plan.segments, strict=True) if p.state == "ram"
     )

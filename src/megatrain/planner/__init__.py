@@ -1,12 +1,30 @@
 """Room card of the planner.
 
-Holds:         sizes of everything a run allocates, the choice of a Plan, the memory table and its verdict.
-Takes -> gives: ModelSpec, RunConfig, Machine -> (Plan, MemoryTable), or a PlanError that names what would fit.
+Holds:         sizes and seconds of everything a run does, the search for a Plan, the memory table and its verdict.
+Takes -> gives: ModelSpec, RunConfig, Machine, Rates -> (Plan, MemoryTable, Prediction), or a PlanError that names what
+               would fit.
 May touch:     nothing outside its arguments; every function is pure.
 Must never:    allocate, run, or import torch.
 """
 
+from megatrain.planner.account import Question, memory_table, question_of
 from megatrain.planner.choose import misfit, plan_run, refuse_misfit
+from megatrain.planner.predict import Prediction, Workload, predict
+from megatrain.planner.search import least_bytes, search
 from megatrain.planner.table import MemoryRow, MemoryTable
 
-__all__ = ["MemoryRow", "MemoryTable", "misfit", "plan_run", "refuse_misfit"]
+__all__ = [
+    "MemoryRow",
+    "MemoryTable",
+    "Prediction",
+    "Question",
+    "Workload",
+    "least_bytes",
+    "memory_table",
+    "misfit",
+    "plan_run",
+    "predict",
+    "question_of",
+    "refuse_misfit",
+    "search",
+]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatrain.config import RunConfig
 from megatrain.models.layout import Layout, embedding_of
@@ -39,6 +40,19 @@ class Shapes:
     micro_batch_tokens: int
     loss_chunk_tokens: int
     compiled: bool
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Of the model; counted once, as the search asks often."""
+        return self.spec.num_parameters
+
+    @cached_property
+    def saved_bytes(self) -> Mapping[str, int]:
+        """Block -> what autograd saves of it for one micro-batch: inputs and outputs of its linear layers, scaled for
+        the elementwise results beside them. Expert weights count for the share of experts a token visits."""
+        per_width = self.micro_batch_tokens * self.compute_bytes * SAVED_SCALE[self.compiled]
+        share = _expert_share(self.spec)
+        return {block.name: int(per_width * _linear_width(block, share)) for block in self.spec.blocks}
 
 
 def weights_bytes(shapes: Shapes, segment: str) -> int:
@@ -115,27 +129,19 @@ def boundary_bytes(shapes: Shapes, plan: Plan) -> int:
     return plan.round_micro_batches * (len(plan.blocks) + 2) * one
 
 
-def saved_bytes(shapes: Shapes, block: SegmentSpec) -> int:
-    """What autograd saves of one block for one micro-batch: inputs and outputs of its linear layers, scaled for the
-    elementwise results beside them. Expert weights count for the share of experts a token visits."""
-    per_token = _linear_width(shapes.spec, block) * shapes.compute_bytes * SAVED_SCALE[shapes.compiled]
-    return int(shapes.micro_batch_tokens * per_token)
-
-
-def _linear_width(spec: ModelSpec, block: SegmentSpec) -> float:
+def _linear_width(block: SegmentSpec, expert_share: float) -> float:
     """Σ (inputs + outputs) a token has over the block's matrices."""
     dense = sum(sum(t.shape) for t in block.tensors if len(t.shape) == 2)
     experts = [t for t in block.tensors if len(t.shape) == 3]
-    if not experts:
-        return float(dense)
-    share = _expert_share(spec)
-    return dense + sum(t.shape[0] * share * (t.shape[1] + t.shape[2]) for t in experts)
+    return dense + sum(t.shape[0] * expert_share * (t.shape[1] + t.shape[2]) for t in experts)
 
 
 def _expert_share(spec: ModelSpec) -> float:
     """Chosen experts ÷ all experts, from the parameters a token is multiplied with."""
     tensors = [t for s in spec.segments for t in s.tensors]
     experts = sum(t.num_elements for t in tensors if len(t.shape) == 3)
+    if not experts:
+        return 0.0
     table = 0 if spec.tied else spec.vocab_size * spec.hidden_size
     dense = sum(t.num_elements for t in tensors if len(t.shape) != 3) - table
     return min(1.0, max(0.0, spec.active_parameters - dense) / experts)
@@ -144,7 +150,7 @@ def _expert_share(spec: ModelSpec) -> float:
 def block_working_bytes(shapes: Shapes) -> int:
     """Peak of one block's backward: what it saves, the gradients in flight, and its weights' gradients before they are
     added in fp32."""
-    widest = max(saved_bytes(shapes, block) for block in shapes.spec.blocks)
+    widest = max(shapes.saved_bytes.values())
     flows = 4 * shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
     grads = max(shapes.layouts[b.name].num_trainable for b in shapes.spec.blocks) * shapes.compute_bytes
     return widest + flows + grads

@@ -49,6 +49,11 @@ class MemoryTable:
         verdicts = [self.verdict(tier) for tier in TIERS]
         return "NO" if "NO" in verdicts else "TIGHT" if "TIGHT" in verdicts else "FITS"
 
+    @property
+    def fullest(self) -> float:
+        """The largest share of its budget that any tier needs; above 1 it does not fit."""
+        return max(self.total_bytes(t) / max(1, self.budgets[t]) for t in TIERS)
+
     def lines(self) -> list[str]:
         """The table as text, one line a row, with bytes per parameter."""
         text = [f"{'component':<44}{'tier':<6}{'size':>11}  {'bytes/parameter':>15}"]

@@ -11,7 +11,7 @@ from megatrain.schedule.check import Run, ScheduleError, check
 from megatrain.schedule.liveness import dead_after, peak
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
-from megatrain.schedule.simulate import DeadlockError, Simulation, simulate
+from megatrain.schedule.simulate import DeadlockError, Sharing, Simulation, Use, simulate
 from megatrain.schedule.text import ScheduleTextError, parse, to_text
 
 __all__ = [
@@ -29,7 +29,9 @@ __all__ = [
     "ScheduleError",
     "ScheduleTextError",
     "SegmentPlan",
+    "Sharing",
     "Simulation",
+    "Use",
     "build",
     "check",
     "dead_after",

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatrain.schedule.ops import Lane, Op, Schedule
+
+_LEAST_SHARE = 0.1  # of a resource, that uses which yield keep between them
+
+
+class Use(NamedTuple):
+    """Units a second of a shared resource that an op takes while it runs at full speed. A use that `yields` gets what
+    the others leave: on host memory a processor's stores wait, a DMA engine's do not."""
+
+    resource: str
+    rate: float
+    yields: bool = False
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What ops share: the uses of each op, and the capacity of each resource in the same units."""
+
+    uses: Callable[[Op], Sequence[Use]]
+    capacity: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -24,42 +44,126 @@ class DeadlockError(Exception):
     """No lane can go on; the message says what each one waits for."""
 
 
-def simulate(schedule: Schedule, seconds: Callable[[Op], float]) -> Simulation:
-    """Every lane runs its ops in order, each as soon as the lane is free and its waits are over."""
-    queues: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
-    for index, op in enumerate(schedule):
-        queues[op.lane].append(index)
-    start_s, finish_s = [0.0] * len(schedule), [0.0] * len(schedule)
-    binding: list[int | None] = [None] * len(schedule)  # the op whose end let this one start
-    last: dict[Lane, int] = {}
-    recorded: dict[str, int] = {}
-    busy_s = dict.fromkeys(Lane, 0.0)
-    remaining = len(schedule)
-    while remaining:
-        before = remaining
-        for lane, queue in queues.items():
-            while queue and all(token in recorded for token in schedule[queue[0]].waits):
-                index = queue.popleft()
-                op = schedule[index]
-                causes = [recorded[token] for token in op.waits] + ([last[lane]] if lane in last else [])
-                binding[index] = max(causes, key=finish_s.__getitem__, default=None)
-                start_s[index] = 0.0 if binding[index] is None else finish_s[binding[index]]
-                duration_s = seconds(op)
-                finish_s[index] = start_s[index] + duration_s
-                busy_s[lane] += duration_s
-                last[lane] = index
-                if op.records is not None:
-                    recorded[op.records] = index
-                remaining -= 1
-        if remaining == before:
-            raise DeadlockError(_stuck(schedule, queues, recorded))
-    path = []
-    index = max(range(len(schedule)), key=finish_s.__getitem__, default=None)
-    makespan_s = 0.0 if index is None else finish_s[index]
-    while index is not None:
-        path.append(index)
-        index = binding[index]
-    return Simulation(tuple(start_s), tuple(finish_s), busy_s, makespan_s, tuple(reversed(path)))
+@dataclass
+class _Running:
+    """An op in progress: what was left of it when its speed last changed."""
+
+    index: int
+    left_s: float  # at full speed
+    since_s: float
+    uses: Sequence[Use]
+    speed: float = 1.0
+    finish_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.finish_s = self.since_s + self.left_s
+
+    def set_speed(self, speed: float, now_s: float) -> None:
+        """Go on at another speed; an op whose speed stays the same keeps its exact finish."""
+        if speed == self.speed:
+            return
+        self.left_s -= (now_s - self.since_s) * self.speed
+        self.since_s, self.speed = now_s, speed
+        self.finish_s = now_s + self.left_s / speed
+
+
+def simulate(schedule: Schedule, seconds: Callable[[Op], float], sharing: Sharing | None = None) -> Simulation:
+    """Every lane runs its ops in order, each as soon as the lane is free and its waits are over.
+
+    `seconds`: of an op that has every resource to itself. Ops that run at one time and ask for more of a resource than
+    there is all slow down, those that yield first.
+    """
+    return _Run(schedule, seconds, sharing).result()
+
+
+class _Run:
+    """One simulation in progress."""
+
+    def __init__(self, schedule: Schedule, seconds: Callable[[Op], float], sharing: Sharing | None) -> None:
+        self.schedule = schedule
+        self.seconds = seconds
+        self.sharing = sharing
+        self.queues: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
+        for index, op in enumerate(schedule):
+            self.queues[op.lane].append(index)
+        self.start_s, self.finish_s = [0.0] * len(schedule), [0.0] * len(schedule)
+        self.binding: list[int | None] = [None] * len(schedule)  # the op whose end let this one start
+        self.last: dict[Lane, int] = {}
+        self.recorded: dict[str, int] = {}
+        self.running: dict[Lane, _Running] = {}
+        self.now_s = 0.0
+
+    def result(self) -> Simulation:
+        """Run to the end."""
+        while True:
+            self._start_what_can()
+            if not self.running:
+                break
+            self._finish_next()
+        if any(self.queues.values()):
+            raise DeadlockError(_stuck(self.schedule, self.queues, self.recorded))
+        busy_s = dict.fromkeys(Lane, 0.0)
+        for op, start_s, finish_s in zip(self.schedule, self.start_s, self.finish_s, strict=True):
+            busy_s[op.lane] += finish_s - start_s
+        return Simulation(tuple(self.start_s), tuple(self.finish_s), busy_s, self.now_s, self._critical_path())
+
+    def _start_what_can(self) -> None:
+        started = False
+        for lane, queue in self.queues.items():
+            if not queue or lane in self.running:
+                continue
+            index = queue[0]
+            op = self.schedule[index]
+            if not all(token in self.recorded for token in op.waits):
+                continue
+            queue.popleft()
+            causes = [self.recorded[token] for token in op.waits] + ([self.last[lane]] if lane in self.last else [])
+            self.binding[index] = max(causes, key=self.finish_s.__getitem__, default=None)
+            self.start_s[index] = self.now_s
+            uses = self.sharing.uses(op) if self.sharing else ()
+            self.running[lane] = _Running(index, self.seconds(op), self.now_s, uses)
+            started = True
+        if started:
+            self._share()
+
+    def _finish_next(self) -> None:
+        self.now_s = min(running.finish_s for running in self.running.values())
+        for lane, running in list(self.running.items()):
+            if running.finish_s <= self.now_s:
+                del self.running[lane]
+                self.finish_s[running.index] = self.now_s
+                self.last[lane] = running.index
+                token = self.schedule[running.index].records
+                if token is not None:
+                    self.recorded[token] = running.index
+        self._share()
+
+    def _share(self) -> None:
+        """The speed of every op in progress, from what is asked of each resource now."""
+        if self.sharing is None:
+            return
+        asked: dict[tuple[str, bool], float] = {}
+        for running in self.running.values():
+            for use in running.uses:
+                key = use.resource, use.yields
+                asked[key] = asked.get(key, 0.0) + use.rate
+        share: dict[tuple[str, bool], float] = {}
+        for (resource, yields), rate in asked.items():
+            there = self.sharing.capacity[resource]
+            if yields:
+                there = max(there - asked.get((resource, False), 0.0), _LEAST_SHARE * there)
+            share[resource, yields] = min(1.0, there / rate) if rate else 1.0
+        for running in self.running.values():
+            speed = min((share[use.resource, use.yields] for use in running.uses), default=1.0)
+            running.set_speed(speed, self.now_s)
+
+    def _critical_path(self) -> tuple[int, ...]:
+        path = []
+        index = max(range(len(self.schedule)), key=self.finish_s.__getitem__, default=None)
+        while index is not None:
+            path.append(index)
+            index = self.binding[index]
+        return tuple(reversed(path))
 
 
 def _stuck(schedule: Schedule, queues: Mapping[Lane, deque[int]], recorded: Mapping[str, int]) -> str:

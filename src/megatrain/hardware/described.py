@@ -1,0 +1,72 @@
+"""Described machines: those that come with MegaTrain under a name, and files of the same form or of the doctor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatrain.errors import ConfigError
+from megatrain.hardware.machine import Machine
+from megatrain.hardware.measured import load_measured
+from megatrain.hardware.rates import ASSUMED, Rates, machine_of, rates_of
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A machine, its rates, and in words where they come from."""
+
+    about: str
+    machine: Machine
+    rates: Rates
+
+
+_ADAPTER = TypeAdapter(Described)
+
+
+def machine_names() -> list[str]:
+    """The machines that come with MegaTrain."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def read_machine(name: str) -> Described:
+    """The machine of a shipped name, of a file of the same form, or of the machine.json that `doctor` wrote."""
+    path = FOLDER / f"{name}.json" if name in machine_names() else Path(name)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"--machine: {name!r} is no machine that is shipped and no file that can be read ({error.strerror}); "
+            f"give the machine.json of `megatrain doctor`, or one of: {', '.join(machine_names())}"
+        ) from None
+    measured = load_measured(path)
+    if measured is not None:
+        return Described(f"measured {measured.measured_at}", machine_of(measured), rates_of(measured))
+    try:
+        return _ADAPTER.validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"--machine: {name} is no machine file: {where or 'file'}: {first['msg']}; "
+            f"{FOLDER / 'h200-125gb.json'} is an example"
+        ) from None
+
+
+def likely_rates(machine: Machine) -> Rates:
+    """Rates for a machine of which none were measured: those of the shipped machine with the same device, or modest
+    ones."""
+    for name in machine_names():
+        described = read_machine(name)
+        if described.machine.device_name == machine.device_name:
+            return replace(described.rates, source=f"those of {name}; `megatrain doctor` measures yours")
+    return ASSUMED[machine.device]
+
+
+def to_json(described: Described) -> str:
+    """The file that `read_machine` reads back."""
+    return json.dumps(json.loads(_ADAPTER.dump_json(described)), indent=1) + "\n"

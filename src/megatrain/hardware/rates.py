@@ -1,0 +1,84 @@
+"""Rates: how fast the parts of a machine are, as the planner's cost model needs them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from megatrain.hardware.machine import DeviceKind, Machine
+from megatrain.hardware.measured import Measured
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Sustained rates, each of one thing that has the machine to itself, and what is shared.
+
+    `matmul`, `attention`: of large products and of causal attention's forward, in the compute dtype. `link_both_Bps`:
+    both directions together. `dram_Bps`: all traffic of host memory, DMA too. `update`: parameters a second of the CPU
+    AdamW. `scale`: kind of op -> measured seconds ÷ modelled ones, from a trace. A disk rate of 0: unknown.
+    """
+
+    source: str  # "measured by megatrain doctor", "described", …
+    matmul_flops_per_s: float
+    attention_flops_per_s: float
+    hbm_Bps: float
+    h2d_Bps: float
+    d2h_Bps: float
+    link_both_Bps: float
+    dram_Bps: float
+    update_params_per_s: float
+    disk_read_Bps: float
+    disk_write_Bps: float
+    op_s: float = 5e-5  # of starting one op
+    step_s: float = 5e-3  # between two steps: data, counters, a line of the log
+    scale: Mapping[str, float] = field(default_factory=dict)
+
+
+ATTENTION_SHARE = 0.5  # of the matmul rate: deterministic attention on an H200 reaches 334 to 399 of 785 TFLOP/s
+BOTH_SHARE = 0.89  # of the two single rates, when both directions run: 2 × 49 of 2 × 55 GB/s there
+
+# When nothing was measured: modest figures, which a plan names as assumed.
+ASSUMED: Mapping[DeviceKind, Rates] = {
+    "cuda": Rates("assumed; `megatrain doctor` measures them", 1.5e14, 7e13, 9e11, 2.2e10, 2.2e10, 4e10, 5e10, 1.2e9,
+                  1.5e9, 1e9),
+    "cpu": Rates("assumed; `megatrain doctor` measures them", 2e11, 1e11, 4e10, 2e10, 2e10, 2e10, 4e10, 1e9, 1e9, 1e9),
+}  # fmt: skip
+
+
+def rates_of(measured: Measured) -> Rates:
+    """The rates that `megatrain doctor` took; what it could not take is assumed."""
+    device: DeviceKind = "cpu" if measured.gpu is None else "cuda"
+    rates = replace(ASSUMED[device], source="measured by megatrain doctor")
+    matmul = measured.matmul_flops_per_s.get("bf16" if device == "cuda" else "fp32")
+    if matmul:
+        rates = replace(rates, matmul_flops_per_s=matmul, attention_flops_per_s=matmul * ATTENTION_SHARE)
+    if measured.update_params_per_s:
+        rates = replace(rates, update_params_per_s=measured.update_params_per_s)
+    if measured.dram_copy_Bps:
+        rates = replace(rates, dram_Bps=max(measured.dram_copy_Bps, 28 * rates.update_params_per_s))
+    if measured.link is not None:
+        link = measured.link
+        both = link.both_h2d_Bps + link.both_d2h_Bps
+        rates = replace(rates, h2d_Bps=link.h2d_Bps, d2h_Bps=link.d2h_Bps, link_both_Bps=both)
+    elif device == "cpu":
+        copy_Bps = rates.dram_Bps / 2  # slots are host memory too: a copy reads and writes
+        rates = replace(rates, hbm_Bps=rates.dram_Bps, h2d_Bps=copy_Bps, d2h_Bps=copy_Bps, link_both_Bps=copy_Bps)
+    if measured.disk is not None:
+        rates = replace(rates, disk_read_Bps=measured.disk.read_Bps, disk_write_Bps=measured.disk.write_Bps)
+    return rates
+
+
+def machine_of(measured: Measured) -> Machine:
+    """The machine that was measured, as it was then."""
+    host, gpu = measured.host, measured.gpu
+    return Machine(
+        device="cpu" if gpu is None else "cuda",
+        device_name=host.processor if gpu is None else gpu.name,
+        hbm_total_bytes=0 if gpu is None else gpu.hbm_total_bytes,
+        hbm_free_bytes=0 if gpu is None else gpu.hbm_free_bytes,
+        ram_total_bytes=host.ram_total_bytes,
+        ram_available_bytes=host.ram_available_bytes,
+        disk_free_bytes=0 if measured.disk is None else measured.disk.free_bytes,
+        num_cores=host.num_cores,
+        isa=host.isa,
+    )

@@ -1,0 +1,256 @@
+"""Costs: seconds of every op that has its resources to itself, and what it takes of those it shares. No torch.
+
+Legend: T tokens of a micro-batch, D hidden size, V vocabulary.
+
+One table for what is computed (`_WORK`, a row a kind), one for what a place holds (`CONTENT_BYTES`, a row a pool): an
+op that moves bytes needs no row of its own, its lane and the places it writes say all. The shares and bytes below were
+fitted to traces of an H200 (docs/performance.md); `Rates.scale` corrects them for another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatrain.hardware.rates import Rates
+from megatrain.models.flops import attention_flops, block_parameters
+from megatrain.planner import sizes
+from megatrain.planner.sizes import Shapes
+from megatrain.schedule.ops import Kind, Lane, Op, Place
+from megatrain.schedule.simulate import Sharing, Use
+
+LINEAR_SHARE = 0.88  # of the matmul rate: layer-sized products (690 of 785 TFLOP/s)
+EXPERT_SHARE = 0.40  # grouped products of chosen experts
+HEAD_SHARE = 0.72  # products of a loss chunk with the vocabulary
+ATTENTION_BACKWARD = 2.5 / 0.8  # of the forward's seconds: 2.5 times the operations at 0.8 of the rate
+UPDATE_BYTES = 28  # a parameter: reads w lo m v grad, writes w lo m v
+ADD_BYTES = 12  # a parameter: its gradient in the compute dtype written and read, its fp32 sum read and written
+LOGIT_TRAFFIC_BYTES = {True: 30, False: 12}  # of one logit, with and without its gradient
+CLIP_S = 2e-3  # of gathering the norms and deciding
+
+
+class Work(NamedTuple):
+    """What an op computes."""
+
+    linear_flops: float = 0.0
+    expert_flops: float = 0.0
+    head_flops: float = 0.0
+    attention_s: float = 0.0
+    hbm_bytes: float = 0.0
+    host_params: float = 0.0
+    fixed_s: float = 0.0
+
+
+class Cost(NamedTuple):
+    """Seconds alone, and uses at full speed."""
+
+    seconds: float
+    uses: tuple[Use, ...]
+
+
+@dataclass
+class CostModel:
+    """Costs of the ops of one run.
+
+    `document_tokens`: length of the documents that attention meets. `visit_micro_batches`: how many micro-batches one
+    op stands for. `members`: segment of the schedule -> the model's segments it stands for; absent: itself.
+    """
+
+    shapes: Shapes
+    rates: Rates
+    document_tokens: int
+    on_cpu: bool
+    visit_micro_batches: float = 1.0
+    members: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Cost] = field(default_factory=dict)
+    _block: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._block = {block.name: index for index, block in enumerate(self.shapes.spec.blocks)}
+
+    def seconds(self, op: Op) -> float:
+        """Of an op that has every resource to itself."""
+        return self.cost(op).seconds
+
+    def uses(self, op: Op) -> tuple[Use, ...]:
+        """What it takes of shared resources while it runs at full speed."""
+        return self.cost(op).uses
+
+    def sharing(self) -> Sharing:
+        """What ops share on this machine."""
+        rates = self.rates
+        capacity = {"dram": rates.dram_Bps, "link": rates.link_both_Bps, "disk": 1.0, "cores": 1.0}
+        return Sharing(self.uses, capacity)
+
+    def cost(self, op: Op) -> Cost:
+        """Both, looked up: ops of one kind and segment cost the same at every micro-batch."""
+        key = (op.kind, op.segment, op.lane, len(op.reads), len(op.writes))
+        if key not in self._known:
+            parts = [self._cost_of(op, name) for name in self.members.get(op.segment, (op.segment,))]
+            total_s = sum(part.seconds for part in parts)
+            self._known[key] = Cost(total_s, parts[0].uses)
+        return self._known[key]
+
+    def _cost_of(self, op: Op, segment: str) -> Cost:
+        count = 1.0 if op.micro_batch is None else self.visit_micro_batches
+        scale = self.rates.scale.get(op.kind, 1.0)
+        if op.kind in _WORK:
+            work = _WORK[op.kind](self, op, segment)
+            seconds = count * scale * self._work_seconds(work)
+            uses = self._work_uses(work, seconds / count)
+        else:
+            moved_bytes = sum(content_bytes(self.shapes, place, segment) for place in op.writes)
+            seconds = count * scale * (self.rates.op_s + moved_bytes / self._travel_Bps(op))
+            uses = self._travel_uses(op, moved_bytes / seconds * count)
+        return Cost(seconds, uses)
+
+    def _work_seconds(self, work: Work) -> float:
+        rates = self.rates
+        products = work.linear_flops / LINEAR_SHARE + work.expert_flops / EXPERT_SHARE + work.head_flops / HEAD_SHARE
+        return (
+            rates.op_s
+            + products / rates.matmul_flops_per_s
+            + work.attention_s
+            + work.hbm_bytes / rates.hbm_Bps
+            + work.host_params / rates.update_params_per_s
+            + work.fixed_s
+        )
+
+    def _work_uses(self, work: Work, seconds: float) -> tuple[Use, ...]:
+        cores = (Use("cores", 1.0),) if self.on_cpu else ()
+        if work.host_params:
+            return (Use("dram", work.host_params * UPDATE_BYTES / seconds, yields=True), *cores)
+        return cores
+
+    def _travel_Bps(self, op: Op) -> float:
+        rates = self.rates
+        if op.lane is Lane.H2D:
+            return rates.h2d_Bps
+        if op.lane is Lane.D2H:
+            return rates.d2h_Bps
+        return rates.disk_write_Bps if _to_disk(op) else rates.disk_read_Bps
+
+    def _travel_uses(self, op: Op, rate_Bps: float) -> tuple[Use, ...]:
+        if op.lane in (Lane.H2D, Lane.D2H):
+            dram_Bps = 2 * rate_Bps if self.on_cpu else rate_Bps  # without a link, a copy reads and writes
+            return (Use("link", rate_Bps), Use("dram", dram_Bps))
+        return (Use("disk", 1.0), Use("dram", rate_Bps))
+
+    # --- what each kind computes ---------------------------------------------------------------------------------
+    def forward_of(self, segment: str) -> Work:
+        """One block's forward for one micro-batch: products, attention, and elementwise traffic, which is about what
+        autograd would save."""
+        shapes, index = self.shapes, self._block[segment]
+        tokens = shapes.micro_batch_tokens
+        block = shapes.spec.blocks[index]
+        dense = sum(tensor.num_elements for tensor in block.tensors if len(tensor.shape) < 3)
+        active = block_parameters(shapes.spec, index)
+        documents = [self.document_tokens] * max(1, tokens // self.document_tokens)
+        attention = attention_flops(shapes.spec, index, documents)
+        return Work(
+            linear_flops=2 * min(dense, active) * tokens,
+            expert_flops=2 * max(0, active - dense) * tokens,
+            attention_s=attention / self.rates.attention_flops_per_s,
+            hbm_bytes=shapes.saved_bytes[block.name] + sizes.weights_bytes(shapes, segment),
+        )
+
+    def backward_of(self, segment: str, kept: bool, trained: bool) -> Work:
+        """Gradients of inputs and weights, their sum in fp32, and the forward once more unless it was kept."""
+        forward, adds = self.forward_of(segment), sizes.gradient_bytes(self.shapes, segment) // 4 * ADD_BYTES
+        again = 0 if kept else 1
+        products = (2 if trained else 1) + again
+        return Work(
+            linear_flops=products * forward.linear_flops,
+            expert_flops=products * forward.expert_flops,
+            attention_s=(ATTENTION_BACKWARD + again) * forward.attention_s,
+            hbm_bytes=(2 + again) * forward.hbm_bytes + (adds if trained else 0),
+        )
+
+    def head_of(self, backward: bool) -> Work:
+        """The loss of one micro-batch in chunks, and its gradients together with it."""
+        shapes = self.shapes
+        table = shapes.spec.vocab_size * shapes.spec.hidden_size
+        tokens = shapes.micro_batch_tokens
+        chunks = -(-tokens // shapes.loss_chunk_tokens)
+        traffic = tokens * shapes.spec.vocab_size * LOGIT_TRAFFIC_BYTES[backward]
+        adds = chunks * table * ADD_BYTES if backward else 0
+        return Work(head_flops=(3 if backward else 1) * 2 * table * tokens, hbm_bytes=traffic + adds)
+
+    def embed_bytes(self) -> int:
+        """Of looking up, or of adding to, the rows of a micro-batch."""
+        shapes = self.shapes
+        return 3 * shapes.micro_batch_tokens * shapes.spec.hidden_size * 4
+
+    def update_of(self, op: Op, segment: str) -> Work:
+        """AdamW over a segment, on the lane that it runs on."""
+        params = self.shapes.layouts[segment].num_trainable
+        if op.lane is Lane.HOST:
+            return Work(host_params=params)
+        return Work(hbm_bytes=params * UPDATE_BYTES)
+
+
+def content_bytes(shapes: Shapes, place: Place, segment: str) -> int:
+    """Bytes of what `place` holds for `segment`."""
+    return CONTENT_BYTES[place.pool.rpartition(".")[2]](shapes, segment)
+
+
+def _to_disk(op: Op) -> bool:
+    return any(place.pool.startswith(("disk", "file")) for place in op.writes)
+
+
+def _boundary(shapes: Shapes, _segment: str) -> int:
+    return shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
+
+
+def _kept(shapes: Shapes, segment: str) -> int:
+    return shapes.saved_bytes[segment]
+
+
+def _everything(shapes: Shapes, segment: str) -> int:
+    return sizes.weights_bytes(shapes, segment) + sizes.state_bytes(shapes, segment)
+
+
+def _nothing(_shapes: Shapes, _segment: str) -> int:
+    return 0  # a few bytes
+
+
+# Last word of a pool's name -> bytes of one place of it.
+CONTENT_BYTES: Mapping[str, Callable[[Shapes, str], int]] = {
+    "w": sizes.weights_bytes,
+    "s": sizes.state_bytes,
+    "state": sizes.state_bytes,
+    "g": sizes.gradient_bytes,
+    "grad": sizes.gradient_bytes,
+    "act": _boundary,
+    "dact": _boundary,
+    "kept": _kept,
+    "file": _everything,
+    "call": _nothing,
+    "loss": _nothing,
+    "norm": _nothing,
+    "cell": _nothing,
+}
+
+
+def _keeps(op: Op) -> bool:
+    return any(place.pool == "kept" for place in op.reads)
+
+
+def _trains(op: Op) -> bool:
+    return any(place.pool == "g" for place in op.writes)
+
+
+_WORK: Mapping[Kind, Callable[[CostModel, Op, str], Work]] = {
+    Kind.EMBED: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes()),
+    Kind.FORWARD: lambda model, _op, segment: model.forward_of(segment),
+    Kind.HEAD: lambda model, _op, _segment: model.head_of(backward=True),
+    Kind.LOSS: lambda model, _op, _segment: model.head_of(backward=False),
+    Kind.BACKWARD: lambda model, op, segment: model.backward_of(segment, _keeps(op), _trains(op)),
+    Kind.EMBED_BACKWARD: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes()),
+    Kind.ZERO: lambda model, _op, segment: Work(hbm_bytes=sizes.gradient_bytes(model.shapes, segment)),
+    Kind.NORM: lambda model, _op, segment: Work(hbm_bytes=sizes.gradient_bytes(model.shapes, segment)),
+    Kind.MERGE: lambda model, _op, segment: Work(hbm_bytes=3 * sizes.gradient_bytes(model.shapes, segment)),
+    Kind.CLIP: lambda _model, _op, _segment: Work(fixed_s=CLIP_S),
+    Kind.UPDATE: lambda model, op, segment: model.update_of(op, segment),
+}

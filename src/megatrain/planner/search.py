@@ -1,0 +1,230 @@
+"""Search: the fastest plan that fits. No torch.
+
+What may be chosen is a fixed family of plans that does not depend on the budgets; of those that fit, the fastest in
+simulated time is taken. So more memory never gives a slower plan: it only adds plans to choose from. A plan of the
+family is a number of rounds, a number of segments (from the front) whose state is in HBM, and one way to use what is
+then left, as far as it goes: kept activations (from the last block on), or weights that stay in HBM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from megatrain.models.layout import embedding_of
+from megatrain.planner import sizes
+from megatrain.planner.account import Question, memory_table
+from megatrain.planner.costs import CostModel
+from megatrain.planner.predict import predict
+from megatrain.planner.table import TIERS
+from megatrain.schedule.build import rounds
+from megatrain.schedule.ops import Kind, Lane, Op, Place
+from megatrain.schedule.plan import Plan, SegmentPlan, Tier
+
+GROUPS = 24  # of blocks, in the simulations of the search
+STEP = 1.12  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
+
+Activations = Literal["recompute", "keep"]
+Change = Mapping[str, str]
+RESIDENT: Change = {"state": "hbm", "weights": "own", "grads": "own"}
+KEPT: Change = {"activations": "keep"}
+OWN_WEIGHTS: Change = {"weights": "own", "grads": "own"}
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan that fits, and a time that no simulation of it can beat."""
+
+    floor_s: float
+    plan: Plan
+
+
+def search(question: Question) -> Plan:
+    """The fastest plan of the family that fits with a twentieth to spare, or the smallest plan there is."""
+    candidates = sorted(_candidates(question), key=lambda candidate: candidate.floor_s)
+    best, best_s = smallest(question), float("inf")
+    for candidate in candidates:
+        if candidate.floor_s >= best_s:
+            break
+        step_s = predict(question.work, candidate.plan, GROUPS).step_s
+        if step_s < best_s:
+            best, best_s = candidate.plan, step_s
+    return best
+
+
+def smallest(question: Question) -> Plan:
+    """The plan that leaves most room: as few micro-batches a round as allowed, and as many segments in HBM as balance
+    it with RAM."""
+    return min(_small(question), key=lambda plan: memory_table(question, plan).fullest)
+
+
+def least_bytes(question: Question, tier: Tier) -> int | None:
+    """What a run needs of `tier` at least, if the other tiers keep to their budgets; None if they cannot."""
+    needs = []
+    for plan in _small(question):
+        table = memory_table(question, plan)
+        if all(table.verdict(other) != "NO" for other in TIERS if other != tier):
+            needs.append(table.total_bytes(tier))
+    return min(needs, default=None)
+
+
+def _small(question: Question) -> Iterator[Plan]:
+    """Plans that keep nothing that can be computed or fetched again."""
+    asked = question.config.round_micro_batches
+    streamed = _streamed(question, 1 if asked is None else min(asked, question.num_micro_batches))
+    for count in _resident_counts(question):
+        yield _changed(streamed, range(count), RESIDENT)
+
+
+def _streamed(question: Question, round_micro_batches: int) -> Plan:
+    """Everything in RAM, blocks through shared slots."""
+    activations: Activations = "keep" if question.config.activations == "keep" else "recompute"
+    segments = []
+    for segment in question.shapes.spec.segments:
+        trainable = any(tensor.trainable for tensor in segment.tensors)
+        if segment.kind == "block":
+            segments.append(SegmentPlan(segment.name, "block", trainable, activations=activations))
+        else:
+            segments.append(SegmentPlan(segment.name, segment.kind, trainable, weights="own", grads="own"))
+    return Plan(
+        segments=tuple(segments),
+        tied=question.shapes.spec.tied,
+        weight_slots=question.config.weight_slots or 2,
+        grad_slots=2,
+        round_micro_batches=round_micro_batches,
+        embedding_trainable=embedding_of(question.shapes.spec).trainable,
+    )
+
+
+def _candidates(question: Question) -> Iterator[_Candidate]:
+    """Every plan of the family that fits."""
+    floor = _Floor(question)
+    for round_micro_batches in _round_sizes(question):
+        streamed = _streamed(question, round_micro_batches)
+        for count in _resident_counts(question):
+            resident = _changed(streamed, range(count), RESIDENT)
+            for order, change in _fillings(question, resident):
+                filled = _most(question, resident, order, change)
+                if filled is not None:
+                    yield _Candidate(floor(filled), filled)
+
+
+def _round_sizes(question: Question) -> list[int]:
+    """Sizes of a round worth trying: as few rounds as possible, then about one and a half times as many, …"""
+    asked, total = question.config.round_micro_batches, question.num_micro_batches
+    if asked is not None:
+        return [min(asked, total)]
+    return list(dict.fromkeys(-(-total // num_rounds) for num_rounds in _steps(total, 1.5)))
+
+
+def _resident_counts(question: Question) -> list[int]:
+    if question.machine.device == "cpu":
+        return [0]
+    return [0, *_steps(len(question.shapes.spec.segments), STEP)]
+
+
+def _steps(most: int, factor: float) -> list[int]:
+    """1 … most, each about `factor` times the one before."""
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, int(found[-1] * factor))))
+    return found
+
+
+def _fillings(question: Question, plan: Plan) -> Iterator[tuple[list[int], Change]]:
+    """Ways to use what is left of HBM: (segments in the order in which they get it, what changes)."""
+    blocks = range(1, len(plan.segments) - 1)
+    yield ([*reversed(blocks)], KEPT) if question.config.activations == "auto" else ([], KEPT)
+    if question.machine.device == "cuda":
+        streaming = [index for index in reversed(blocks) if plan.segments[index].weights == "pool"]
+        if streaming:
+            yield streaming, OWN_WEIGHTS
+
+
+def _most(question: Question, plan: Plan, order: list[int], change: Change) -> Plan | None:
+    """`plan` with as many of `order` changed as fit; None if not even `plan` does."""
+    if not _fits(question, plan):
+        return None
+    least, most = 0, len(order)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if _fits(question, _changed(plan, order[:middle], change)):
+            least = middle
+        else:
+            most = middle - 1
+    return _changed(plan, order[:least], change)
+
+
+def _changed(plan: Plan, indices: range | list[int], change: Change) -> Plan:
+    chosen = set(indices)
+    segments = tuple(
+        replace(segment, **change) if index in chosen else segment  # type: ignore[arg-type]
+        for index, segment in enumerate(plan.segments)
+    )
+    return replace(plan, segments=segments)
+
+
+def _fits(question: Question, plan: Plan) -> bool:
+    """Whether every tier holds the plan with a twentieth to spare: the search must not make a run tight."""
+    return memory_table(question, plan).overall == "FITS"
+
+
+class _Floor:
+    """A lower bound of a plan's step, from sums alone: an update on the host must be over before the forward of its
+    segment, and after that all arithmetic of that forward and of what follows is still to come; and the link must carry
+    what the blocks that stream need."""
+
+    def __init__(self, question: Question) -> None:
+        work = question.work
+        self._model = CostModel(work.shapes, work.rates, work.document_tokens, work.on_cpu)
+        self._num_micro_batches = work.num_micro_batches
+        self._work = work
+
+    def __call__(self, plan: Plan) -> float:
+        passes = [self._passes_s(segment) for segment in plan.segments]
+        forward = [forward_s for forward_s, _ in passes]
+        backward_s = sum(backward for _, backward in passes)
+        host = accumulate(0.0 if s.updates_on_device else self._update_s(s, Lane.HOST) for s in plan.segments)
+        floor_s = max(backward_s + sum(forward), self._link_s(plan))
+        for index, host_s in enumerate(host):
+            floor_s = max(floor_s, host_s + backward_s + sum(forward[index:]))
+        return floor_s
+
+    def _link_s(self, plan: Plan) -> float:
+        """Weights twice a round, but for what the slots hold at its turns; sums of shared slots home, and back for
+        every round but the first."""
+        shapes, rates = self._work.shapes, self._work.rates
+        num_rounds = len(rounds(self._num_micro_batches, plan.round_micro_batches))
+        weights = sorted(sizes.weights_bytes(shapes, s.name) for s in plan.blocks if s.weights == "pool")
+        travel = sum(weights[: max(0, len(weights) - plan.weight_slots)])
+        grads = [sizes.gradient_bytes(shapes, s.name) for s in plan.blocks if s.trainable and s.grads == "pool"]
+        sums = sum(grads) if len(grads) > plan.grad_slots else 0
+        h2d_bytes = num_rounds * 2 * travel + (num_rounds - 1) * sums
+        d2h_bytes = num_rounds * sums
+        both_s = (h2d_bytes + d2h_bytes) / rates.link_both_Bps
+        return max(h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps, both_s)
+
+    def _passes_s(self, segment: SegmentPlan) -> tuple[float, float]:
+        """(forward, backward) of a segment over all micro-batches, with its update if that is on the device."""
+        grad = (Place("g", segment.name),) if segment.trainable else ()
+        kept = (Place("kept"),) if segment.activations == "keep" else ()
+        update_s = self._update_s(segment, Lane.COMPUTE) if segment.updates_on_device else 0.0
+        sums_s = sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
+        if segment.kind == "embed":
+            return update_s, sums_s
+        if segment.kind == "head":
+            return update_s, sums_s + self._num_micro_batches * self._op_s(Kind.HEAD, segment, (), grad)
+        forward_s = self._op_s(Kind.FORWARD, segment, (), kept)
+        backward_s = self._op_s(Kind.BACKWARD, segment, kept, grad)
+        return update_s + self._num_micro_batches * forward_s, sums_s + self._num_micro_batches * backward_s
+
+    def _update_s(self, segment: SegmentPlan, lane: Lane) -> float:
+        if not segment.trainable:
+            return 0.0
+        return self._model.seconds(Op(Kind.UPDATE, segment.name, None, lane, (), ()))
+
+    def _op_s(self, kind: Kind, segment: SegmentPlan, reads: tuple[Place, ...], writes: tuple[Place, ...]) -> float:
+        micro_batch = None if kind in (Kind.ZERO, Kind.NORM) else 0
+        return self._model.seconds(Op(kind, segment.name, micro_batch, Lane.COMPUTE, reads, writes))
