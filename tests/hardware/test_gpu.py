@@ -161,7 +161,7 @@ def test_the_real_gpu() -> None:
         assert 1e9 < link.both_d2h_Bps < 1.1 * link.d2h_Bps < 1e12
         slowdown = measure_slowdown(device, link)
         assert all(0.9 < ratio < 3 for ratio in slowdown.values())
-    assert torch.cuda.memory_allocated() == 0
+    assert torch.cuda.memory_allocated() <= 64 * MIB  # all given back, but for the workspace that cuBLAS keeps
     cuda = torch.device("cuda")
     bf16 = sustained_matmul_flops_per_s(cuda, torch.bfloat16, 0.5)
     assert bf16 > sustained_matmul_flops_per_s(cuda, torch.float32, 0.5) > 1e12
