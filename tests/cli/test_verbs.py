@@ -180,7 +180,7 @@ def test_an_early_interrupt_is_one_sentence(
 ) -> None:
     """Before a run listens for signals."""
 
-    def interrupted() -> None:
+    def interrupted(_: list[str]) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("megatrain.cli.main.app", interrupted)

@@ -14,14 +14,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatrain.checkpoint import read_buffers
-from megatrain.cli.assemble import Planned, tokenizer_of
-from megatrain.cli.opened import Source, config_of, filled_store, is_run, planned_to_read, sources_of
+from megatrain.cli.assemble import Planned
+from megatrain.cli.opened import Source, config_of, filled_store, is_run, on_cpu, planned_to_read, sources_of
 from megatrain.config import RunConfig
 from megatrain.data.formats import BadSample
 from megatrain.data.template import ChatTemplate
 from megatrain.engine.lend import Lender
 from megatrain.errors import ConfigError, DataError
 from megatrain.models.generate import GenerativeModel, Sampling
+from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner.table import gib
 from megatrain.store import SegmentStore
 
@@ -29,6 +30,7 @@ PROMPT = "you> "
 HELP = "an empty line is ignored; /new starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 CACHE_TOKENS = 8192  # of a long conversation: HBM for their keys and values is not filled with blocks
 PASS_TOKENS = 512  # what the planner counts the working memory of a pass with
+HEEDED = ("device", "memory", "precision", "allow_unproven")  # keys of the command line
 Messages = list[dict[str, str]]
 
 
@@ -149,7 +151,7 @@ class Talker:
 def talker_of(config: RunConfig, source: Source, *, raw: bool, through_slots: bool | None = None) -> Talker:
     """Load `source`. The planner keeps in HBM what fits; the rest streams, layer by layer, for every token."""
     run = planned_to_read(_config_to_write(config), source.folder, cache_tokens=CACHE_TOKENS)
-    tokenizer = tokenizer_of(run.config)
+    tokenizer = read_tokenizer(run.source)
     template = None if raw else _template_of(tokenizer, source.folder)
     store = filled_store(run)
     lender = Lender(
@@ -170,9 +172,9 @@ def talker_of(config: RunConfig, source: Source, *, raw: bool, through_slots: bo
 
 def _config_to_write(config: RunConfig) -> RunConfig:
     """One row of few tokens a pass; on the device there is, which need not be the one the run was trained on."""
-    device = "cpu" if config.device == "cuda" and not torch.cuda.is_available() else config.device
+    if config.device == "cuda" and not torch.cuda.is_available():
+        config = on_cpu(config)
     changes = {
-        "device": device,
         "compile": False,
         "max_length": 8,
         "train_batch_size": 1,
@@ -205,7 +207,7 @@ def chat(
     interactive = prompt is None and sys.stdin.isatty()
     if prompt is None and not interactive:
         prompt = sys.stdin.read().rstrip("\n")
-    config = config_of(path, words)
+    config = config_of(path, words, HEEDED)
     (source,) = sources_of(path, [step] if is_run(path) or step != "latest" else [])
     talker = talker_of(config, source, raw=raw)
     before: Messages = [] if system is None else [{"role": "system", "content": system}]

@@ -11,12 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from megatrain.config import RunConfig
 from megatrain.config_values import DatasetPart
 from megatrain.data import BatchPlan, DataOptions, MicroBatch, Part, TokenDataset, eval_micro_batches, prepare
-from megatrain.models.hf_folder import read_tokenizer
-
-
-def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer."""
-    return read_tokenizer(Path(config.model))
+from megatrain.errors import DataError
+from megatrain.planner.table import gib
 
 
 def parts_of(config: RunConfig) -> tuple[DatasetPart, ...]:
@@ -26,17 +22,37 @@ def parts_of(config: RunConfig) -> tuple[DatasetPart, ...]:
 
 def tokens_of(config: RunConfig, part: DatasetPart, tokenizer: PreTrainedTokenizerBase) -> TokenDataset:
     """A tokenised dataset, made now or found in the cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatrain" / "tokens"
     options = DataOptions(
         paths=(Path(part.path),),
         max_length=config.max_length,
-        cache_dir=cache,
+        cache_dir=token_cache(),
         format=part.format,
         assistant_only_loss=config.assistant_only_loss,
         train_roles=config.train_roles,
         truncation=config.truncation,
     )
-    return prepare(options, tokenizer)
+    try:
+        return prepare(options, tokenizer)
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(options.cache_dir):
+            raise DataError(
+                f"dataset {error.filename} cannot be read: {error.strerror}; check that it may be"
+            ) from error
+        raise DataError(
+            f"the token cache {options.cache_dir} cannot be used: {error}; free disk space there, or set "
+            "XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+
+
+def token_cache() -> Path:
+    """Where datasets are kept as tokens, by content, for all runs of this user."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "megatrain" / "tokens"
+
+
+def size_of_folder(folder: Path) -> int:
+    """Bytes of the files right in `folder`."""
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def training_parts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Part]:
@@ -75,6 +91,7 @@ def data_lines(config: RunConfig, parts: list[Part], batches: BatchPlan) -> Iter
         )
         for reason, count in report.reasons.items():
             yield f"  left out: {count} rows: {reason}"
+        yield f"  tokens: {part.dataset.folder} ({gib(size_of_folder(part.dataset.folder))}), kept for later runs"
     epochs = num_steps_of(batches) / batches.steps_per_epoch
     yield (
         f"steps: {num_steps_of(batches)} of {config.train_batch_size} rows; an epoch is {batches.steps_per_epoch} "
@@ -87,11 +104,15 @@ def held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Mic
     if config.eval_dataset is None:
         return ()
     assert config.micro_batch_tokens is not None, "resolve the config first"
-    return tuple(
-        eval_micro_batches(
-            tokens_of(config, DatasetPart(path=config.eval_dataset), tokenizer),
-            max_length=config.max_length,
-            packing=config.packing,
-            micro_batch_tokens=config.micro_batch_tokens,
+    try:
+        return tuple(
+            eval_micro_batches(
+                tokens_of(config, DatasetPart(path=config.eval_dataset), tokenizer),
+                max_length=config.max_length,
+                packing=config.packing,
+                micro_batch_tokens=config.micro_batch_tokens,
+            )
         )
-    )
+    except DataError as error:  # it speaks of a dataset; the key that names this one is another
+        text = str(error)
+        raise DataError(f"eval_{text}" if text.startswith("dataset ") else f"eval_dataset: {text}") from error

@@ -11,12 +11,34 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatrain.cli.assemble import engine_of, held_out, tokenizer_of
+from megatrain.cli.assemble import engine_of
+from megatrain.cli.datasets import held_out
 from megatrain.cli.opened import Source, config_of, filled_store, planned_to_read, sources_of
+from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig
 from megatrain.errors import ConfigError, DataError
+from megatrain.models.hf_folder import read_tokenizer
 from megatrain.train.loop import token_batches
 
+# Keys of the command line that an evaluation heeds; the harness reads the model with transformers, not with us.
+HEEDED = (
+    "eval_dataset",
+    "max_length",
+    "packing",
+    "truncation",
+    "assistant_only_loss",
+    "train_roles",
+    "precision",
+    "micro_batch_tokens",
+    "loss_chunk_tokens",
+    "deterministic",
+    "compile",
+    "allow_unproven",
+    "device",
+    "memory",
+    "round_micro_batches",
+)
+HARNESS_HEEDED = ("device", "precision", "allow_unproven")
 HARNESS = "lm_eval"
 HARNESS_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -36,7 +58,7 @@ def evaluate(path: Path, words: Sequence[str], dataset: str | None, steps: Seque
     """Print loss and perplexity of each checkpoint asked for."""
     if dataset is not None:
         words = [*words, f"eval_dataset={json.dumps(dataset)}"]
-    config = config_of(path, words)
+    config = config_of(path, words, HEEDED)
     if config.eval_dataset is None:
         raise ConfigError(f"{path} names no eval_dataset; give one with --dataset FILE")
     results = [_result(config, source) for source in sources_of(path, steps)]
@@ -58,15 +80,16 @@ def evaluate(path: Path, words: Sequence[str], dataset: str | None, steps: Seque
 
 def _result(config: RunConfig, source: Source) -> Result:
     run = planned_to_read(config, source.folder)
-    micro_batches = held_out(run.config, tokenizer_of(run.config))
+    micro_batches = held_out(run.config, read_tokenizer(run.source))
     tokens = sum(m.num_supervised for m in micro_batches)
     if not tokens:
         raise DataError(f"{config.eval_dataset} has no token to predict; give another --dataset")
-    store = filled_store(run)
-    engine = engine_of(run, store)
-    loss = engine.evaluate(token_batches(micro_batches)) / tokens
-    engine.close()
-    store.close()
+    with explained_shortage(run):
+        store = filled_store(run)
+        engine = engine_of(run, store)
+        loss = engine.evaluate(token_batches(micro_batches)) / tokens
+        engine.close()
+        store.close()
     return Result(str(source.folder), source.step, loss, _exp(loss), tokens)
 
 
@@ -87,7 +110,7 @@ def evaluate_by_harness(path: Path, words: Sequence[str], steps: Sequence[str], 
     """
     if importlib.util.find_spec(HARNESS) is None:
         raise ConfigError('lm-eval is not installed; pip install "megatrain[eval]", or leave --lm-eval out')
-    config = config_of(path, words)
+    config = config_of(path, words, HARNESS_HEEDED)
     for source in sources_of(path, steps):
         run = planned_to_read(config, source.folder)
         dtype = HARNESS_DTYPES[run.config.precision]

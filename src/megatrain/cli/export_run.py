@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
 import torch
 
-from megatrain.checkpoint import open_step, restore, saved_steps, write_dcp_folder, write_hf_folder
-from megatrain.cli.assemble import planned, run_config, store_of
-from megatrain.cli.opened import is_run, steps_of
+from megatrain.checkpoint import Checkpoint, open_step, restore, saved_steps, write_dcp_folder, write_hf_folder
+from megatrain.cli.assemble import Planned, planned, store_of
+from megatrain.cli.folders import refuse_export_target
+from megatrain.cli.opened import is_run, on_cpu, run_config, steps_of
+from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig
 from megatrain.config_values import parse_size
 from megatrain.errors import CheckpointError, ConfigError
@@ -29,37 +32,43 @@ def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: s
     kind = _kind_of(form)
     chosen = _dtype_of(dtype, kind)
     shard_bytes = _shard_bytes(shard_size)
-    if target.exists():
-        raise CheckpointError(f"{target} is already there; give a new folder")
+    refuse_export_target(target)
     steps = saved_steps(path)
+    if not steps and (path / "model" / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} kept no checkpoints (save_strategy: no); its final model is {path / 'model'}, a Hugging Face "
+            "folder: copy that"
+        )
     if step in ("base", "all") or not steps:
         raise CheckpointError(f"{path} holds no checkpoint to export{'' if not steps else f' by the name {step}'}")
-    config = run_config(path, ["device=cpu", "compile=false"])
     checkpoint = open_step(path, steps_of(path, step, steps)[0])
-    source = checkpoint.path / "model"
-    run = planned(config.model_copy(update={"model": str(source), "activations": "recompute", "save_strategy": "no"}))
+    config = on_cpu(run_config(path)).model_copy(update={"activations": "recompute", "save_strategy": "no"})
+    run = planned(config, checkpoint.path / "model")
     refuse_misfit(run.spec, run.config, run.machine, run.table)
-    store = store_of(run)
-    restore(store, checkpoint)
     readme = card(read_record(path), checkpoint.step, checkpoint.manifest, kind, chosen).encode()
-    documents = {"README.md": readme}
-    if kind == "hf":
-        write_hf_folder(
-            target,
-            store,
-            run.spec,
-            run.hf_config,
-            source,
-            dtype=DTYPES[chosen],
-            shard_bytes=shard_bytes,
-            documents=documents,
-        )
-    else:
-        applied_steps = checkpoint.trainer_state["applied_steps"]
-        write_dcp_folder(target, store, run.spec, run.hf_config, source, _hyper(config), applied_steps, documents)
-    store.close()
+    with explained_shortage(run):
+        _write(run, checkpoint, target, kind, DTYPES[chosen], shard_bytes, {"README.md": readme})
     print(f"step {checkpoint.step} of {path} as {chosen}{' with AdamW state' if kind == 'dcp' else ''}: {target}")
     return 0
+
+
+def _write(
+    run: Planned,
+    checkpoint: Checkpoint,
+    target: Path,
+    kind: Kind,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    documents: Mapping[str, bytes],
+) -> None:
+    store = store_of(run)
+    restore(store, checkpoint)
+    parts = (target, store, run.spec, run.hf_config, run.source)
+    if kind == "hf":
+        write_hf_folder(*parts, dtype=dtype, shard_bytes=shard_bytes, documents=documents)
+    else:
+        write_dcp_folder(*parts, _hyper(run.config), checkpoint.trainer_state["applied_steps"], documents)
+    store.close()
 
 
 def _kind_of(word: str) -> Kind:

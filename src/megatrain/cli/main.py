@@ -1,7 +1,7 @@
 """The verbs. Each imports its room when it is called, so that `--help` needs no torch.
 
 Exit codes: 0 done; 1 the plan does not fit; 2 a mistake the user can mend; 129, 130 and 143 stopped by a
-signal, all saved.
+signal: a run that has begun saved everything, one that has not left nothing behind.
 """
 
 # ruff: noqa: PLC0415 - a verb imports its room when it is called
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Never
 
 import typer
 
@@ -43,7 +46,12 @@ Steps = Annotated[
     list[str] | None,
     typer.Option("--step", help="Checkpoint of a run: its number, latest, best, base or all. May be repeated."),
 ]
+OFFLINE = "--offline"
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGHUP arrived; its number. Not an Exception: nothing but `main` may take it for a failure."""
 
 
 def _version(wanted: bool) -> None:
@@ -52,10 +60,20 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _offline(wanted: bool) -> None:
+    if wanted:
+        from megatrain.cli.offline import go_offline
+
+        go_offline()
+
+
 @app.callback()
 def megatrain(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    offline: Annotated[
+        bool, typer.Option(OFFLINE, callback=_offline, help="Reach no network. May stand behind the verb too.")
     ] = False,
 ) -> None:
     """Trains language models far larger than GPU memory, at full precision."""
@@ -64,18 +82,18 @@ def megatrain(
 @app.command()
 def train(config: ConfigFile, words: Words = None, allow: Allow = None) -> None:
     """Train as CONFIG says; goes on where a run in its output_dir stopped."""
-    from megatrain.cli.assemble import train_config
+    from megatrain.cli.training import train_config
     from megatrain.config import read_config
 
-    raise typer.Exit(train_config(read_config(config, words or ()), frozenset(allow or ())))
+    raise typer.Exit(train_config(read_config(config, words or ()), allow or ()))
 
 
 @app.command()
 def resume(run: RunPath, words: Words = None, allow: Allow = None) -> None:
     """Go on with RUN from its newest valid checkpoint."""
-    from megatrain.cli.assemble import resume_run
+    from megatrain.cli.training import resume_run
 
-    raise typer.Exit(resume_run(run, words or (), frozenset(allow or ())))
+    raise typer.Exit(resume_run(run, words or (), allow or ()))
 
 
 @app.command()
@@ -226,16 +244,48 @@ def init(
     raise typer.Exit(verb(file, model, dataset, eval_dataset))
 
 
+@contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP unwind as Ctrl-C does, so that what was begun is undone. The loop has its own ways."""
+
+    def stop(number: int, _frame: FrameType | None) -> Never:
+        raise Stopped(number)
+
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else started with nohup: meant to outlive its terminal
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _fail(message: str, code: int) -> Never:
+    print(f"megatrain: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
 def main() -> None:
     """The `megatrain` command: a mistake of the user is one sentence on stderr and exit code 2, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"; nothing fails for a character
+    words = sys.argv[1:]
+    if OFFLINE in words:
+        words = [OFFLINE, *(word for word in words if word != OFFLINE)]
     try:
-        app()
+        with stopping_cleanly():
+            app(words)
     except UserError as error:
-        print(f"megatrain: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error), 2)
+    except MemoryError as error:
+        _fail(f"host memory ran out ({error}); end other programs, or raise the memory limit of the container", 2)
+    except OSError as error:
+        _fail(f"{error}; free disk space, or check that the file may be read and written", 2)
+    except Stopped as stopped:
+        number = signal.Signals(stopped.args[0])
+        _fail(f"stopped by {number.name}", 128 + number)
     except KeyboardInterrupt:  # before a verb runs, or in one that has nothing to save
-        print("megatrain: interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        _fail("interrupted", 128 + signal.SIGINT)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.checkpoint import Files, load_weights, open_step, saved_steps
 from megatrain.cli.assemble import Planned, planned, store_of
 from megatrain.config import RunConfig, read_config
+from megatrain.config_spellings import keys_of, refuse_unknown
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.models.hf_folder import read_hf_config
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import plan_run, refuse_misfit
 from megatrain.report import best_step, read_metrics
 from megatrain.store import SegmentStore
+from megatrain.train.run_folder import why_no_run
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,41 @@ def is_run(path: Path) -> bool:
         return True
     if (path / "config.json").is_file():
         return False
-    raise ModelError(
-        f"{path} is neither a run folder (config.yaml) nor a Hugging Face model folder (config.json); give one of them"
-    )
+    if path.is_dir() and not (path / "checkpoints").is_dir() and path.parent.name != "checkpoints":
+        raise ModelError(
+            f"{path} is neither a run folder (config.yaml) nor a Hugging Face model folder (config.json); give one of "
+            "them"
+        )
+    raise CheckpointError(why_no_run(path))
 
 
-def config_of(path: Path, words: Sequence[str]) -> RunConfig:
-    """The config to read `path` with: the run's own, or the defaults for a model folder; `words` replace keys."""
+def refuse_unheeded(words: Sequence[str], heeded: Collection[str], why: str) -> None:
+    """ConfigError if a `key=value` word sets a key that the verb would pass over."""
+    for key in sorted(keys_of(words) - set(heeded)):
+        if key not in RunConfig.model_fields:
+            refuse_unknown(key, "command line", RunConfig.model_fields)
+        raise ConfigError(f"{key} on the command line would change nothing here: {why}")
+
+
+def run_config(path: Path, words: Sequence[str] = ()) -> RunConfig:
+    """The config of a run folder, with `key=value` words, for where the folder is now."""
+    if not (path / "config.yaml").is_file():
+        raise CheckpointError(why_no_run(path))
+    return read_config(path / "config.yaml", words).model_copy(update={"output_dir": str(path.absolute())})
+
+
+def config_of(path: Path, words: Sequence[str], heeded: Collection[str] = RunConfig.model_fields) -> RunConfig:
+    """The config to read `path` with: the run's own, or the defaults for a model folder; `words` replace keys.
+
+    Words of other keys than `heeded` are a ConfigError.
+    """
+    refuse_unheeded(words, heeded, f"leave it out; heeded are {', '.join(sorted(heeded))}")
+    given = keys_of(words)
     if is_run(path):
-        return read_config(path / "config.yaml", words)
+        config = read_config(path / "config.yaml", words)
+        return on_cpu(config) if config.device == "cpu" and given.isdisjoint(("compile", "memory")) else config
     config = read_config(None, [f"model={json.dumps(str(path))}", 'dataset="-"', *words])
-    if any(word.startswith(("max_length=", "cutoff_len=", "sequence_len=")) for word in words):
+    if "max_length" in given:
         return config
     model = read_hf_config(path)
     name = "max_position_embeddings"
@@ -55,6 +81,12 @@ def config_of(path: Path, words: Sequence[str]) -> RunConfig:
     if isinstance(positions, int) and positions < config.max_length:
         config = config.model_copy(update={"max_length": positions})
     return config
+
+
+def on_cpu(config: RunConfig) -> RunConfig:
+    """The same on a CPU, without what only a GPU has."""
+    memory = config.memory.model_copy(update={"hbm": None})
+    return config.model_copy(update={"device": "cpu", "compile": False, "memory": memory})
 
 
 def sources_of(path: Path, wanted: Sequence[str]) -> list[Source]:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -14,30 +15,46 @@ from megatrain.config import RunConfig, changed_keys, read_config
 from megatrain.errors import CheckpointError, ConfigError, UserError
 
 LOCK_NAME = ".lock"
+# What a run writes before its first step.
+STARTED = (LOCK_NAME, "config.yaml", "plan.json", "env.json", "metrics.jsonl", "log.txt")
+# All that a run owns in its folder.
+OWN_NAMES = (*STARTED, "checkpoints", "LATEST", "BEST", "model", "report", "tensorboard", "wandb", "trackio")
 
 
 class RunFolder:
-    """`path` with its lock held from creation to `close`. UserError if another process holds it."""
+    """`path` with its lock held from creation to `close`. UserError if another process holds it.
+
+    Left before `started`, it leaves nothing behind that was not there.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
             path.chmod(0o700)
+            self._new_files = [name for name in STARTED if not (path / name).exists()]
             self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
+            self._remove_new_folders()
             raise ConfigError(f"output_dir {path} cannot be used: {error.strerror}; choose another folder") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._take_lock():
             owner = os.read(self._lock, 32).decode("ascii", "replace").strip()
             os.close(self._lock)
             raise UserError(
                 f"output_dir {path} is in use by another run (process {owner}); wait for it, or choose another folder"
-            ) from None
+            )
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _take_lock(self) -> bool:
+        """Whether the lock is ours, and still the one that lies in the folder (a failed start removes its own)."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK_NAME))
+        except (BlockingIOError, FileNotFoundError):
+            return False
 
     @property
     def config(self) -> Path:
@@ -67,6 +84,8 @@ class RunFolder:
 
     def refuse_changes(self, config: RunConfig, allowed: frozenset[str]) -> None:
         """CheckpointError if a key that may change bits differs from the run's config.yaml and is not allowed."""
+        if not self.config.is_file():
+            raise CheckpointError(why_no_run(self.path))
         before = read_config(self.config)
         changed = [key for key in changed_keys(before, config) if key not in allowed]
         if changed:
@@ -88,15 +107,43 @@ class RunFolder:
         kept = [line for line in lines if last_step > 0 and _step_of(line) <= last_step]
         replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
 
+    def started(self) -> None:
+        """From now on, what is in the folder stays: the first step is about to be made."""
+        self._new_files, self._new_folders = [], []
+
     def close(self) -> None:
-        """Give the folder free."""
+        """Give the folder free, without what a start that failed has put there."""
+        for name in self._new_files:
+            (self.path / name).unlink(missing_ok=True)
         os.close(self._lock)
+        self._remove_new_folders()
+
+    def _remove_new_folders(self) -> None:
+        """Innermost first; one that is not empty stays, and so do those around it."""
+        with suppress(OSError):
+            for folder in self._new_folders:
+                folder.rmdir()
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def why_no_run(path: Path) -> str:
+    """What is missing in a folder without a config.yaml that should be a run's, and the remedy."""
+    if not path.is_dir():
+        return f"{path} is no run folder: it is not there; give the output_dir of a run"
+    if path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file():
+        return f"{path} is a checkpoint, no run folder; give {path.parent.parent}"
+    steps = sorted(path.glob("checkpoints/step-*/model"), key=lambda folder: folder.parent.stat().st_mtime)
+    if steps:
+        return (
+            f"{path} has checkpoints but no config.yaml, which says what they were trained with; put that file back, "
+            f"or start a new run in another output_dir with model: {steps[-1]}"
+        )
+    return f"{path} is no run folder: it has no config.yaml; give the output_dir of a run"
 
 
 def replace_text(path: Path, text: str) -> None:

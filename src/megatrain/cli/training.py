@@ -1,0 +1,209 @@
+"""`megatrain train` and `megatrain resume`: from a config to a trained model, or on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import transformers
+
+from megatrain import __version__
+from megatrain.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    load_checkpoint,
+    load_weights,
+    restore,
+    saved_steps,
+    write_hf_folder,
+)
+from megatrain.cli import show
+from megatrain.cli.assemble import Planned, engine_of, planned, store_of
+from megatrain.cli.datasets import batches_of, data_lines, held_out, num_steps_of, training_parts
+from megatrain.cli.folders import refuse_shared_output
+from megatrain.cli.opened import refuse_unheeded, run_config
+from megatrain.cli.shortage import explained_shortage
+from megatrain.config import RunConfig, allowed_keys
+from megatrain.data import BatchPlan, MicroBatch
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.hardware import Machine
+from megatrain.hardware.probe import matmul_flops_per_s
+from megatrain.memory import cap_device_memory
+from megatrain.models.hf_folder import read_tokenizer
+from megatrain.planner import refuse_misfit
+from megatrain.train import FACTS, Keeper, Run, RunFolder, Watch, refuse_other_run, train
+from megatrain.train.metrics import Metrics, Work
+from megatrain.train.progress import display
+from megatrain.train.trackers import load_trackers, open_trackers
+
+
+def train_config(config: RunConfig, allow: Sequence[str] = (), *, must_resume: bool = False) -> int:
+    """Train as `config` says. The exit code: 0, or 128 + the signal that stopped the run."""
+    allowed = allowed_keys(allow, FACTS)
+    packages = load_trackers(config)
+    refuse_shared_output(config)
+    run = planned(config, source_of(config))
+    refuse_misfit(run.spec, run.config, run.machine, run.table)
+    with RunFolder(Path(run.config.output_dir)) as folder, explained_shortage(run):
+        checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
+        if checkpoint is not None and run.source != Path(run.config.model):
+            run = replace(run, source=checkpoint.path / "model")  # verified, unlike the newest
+        tokenizer = read_tokenizer(run.source)
+        parts = training_parts(run.config, tokenizer)
+        batches = batches_of(run.config, parts)
+        evaluation = held_out(run.config, tokenizer)
+        facts: dict[str, object] = dict(zip(FACTS, (batches.fingerprint, versions()), strict=True))
+        start_step = 0
+        if checkpoint is not None:
+            refuse_other_run(checkpoint, facts, allowed)
+            start_step = checkpoint.step
+        folder.begin(run.config, show.plan_json(run.spec, run.plan, run.table, run.machine), environment(run.machine))
+        folder.cut_metrics(start_step)
+        screen = display(start_step, num_steps_of(batches))
+        with Metrics(
+            folder.metrics,
+            folder.log,
+            screen,
+            run.device,
+            work_of(run),
+            logging_steps=run.config.logging_steps,
+            num_steps=num_steps_of(batches),
+        ) as metrics:
+            announce(run, checkpoint, data_lines(run.config, parts, batches), metrics)
+            return _train_in(folder, run, batches, evaluation, checkpoint, facts, metrics, packages)
+
+
+def source_of(config: RunConfig) -> Path:
+    """Where the model's config and tokenizer are: its folder, or, if that is gone, the run's newest checkpoint."""
+    model, out = Path(config.model), Path(config.output_dir)
+    steps = saved_steps(out)
+    if (model / "config.json").is_file() or not steps:
+        return model
+    return out.absolute() / "checkpoints" / f"step-{steps[-1]}" / "model"
+
+
+def work_of(run: Planned) -> Work:
+    """What a step's arithmetic is counted from, with the peak of this machine, measured now."""
+    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+    recomputed = tuple(block.activations == "recompute" for block in run.plan.blocks)
+    return Work(run.spec, recomputed, matmul_flops_per_s(run.device, dtype))
+
+
+def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], metrics: Metrics) -> None:
+    """The first lines of a run: config, precision, machine, plan, data, and where it goes on."""
+    for line in show.config_lines(run.config):
+        metrics.say(line)
+    metrics.say(show.machine_line(run.machine))
+    for line in show.plan_lines(run.spec, run.plan, run.table):
+        metrics.say(line)
+    for line in data:
+        metrics.say(line)
+    if run.config.save_strategy == "no":
+        metrics.say("save_strategy is no: nothing is saved until the end, and a stopped run is lost")
+    if checkpoint is not None:
+        for damage in checkpoint.skipped:
+            metrics.say(f"passed over: {damage}")
+        if run.source != Path(run.config.model):
+            metrics.say(f"model {run.config.model} is not there any more; config and tokenizer: {run.source}")
+        metrics.say(f"going on after step {checkpoint.step}")
+
+
+def _checkpoint_of(
+    folder: RunFolder, config: RunConfig, allowed: frozenset[str], *, must_resume: bool
+) -> Checkpoint | None:
+    """The checkpoint to go on from, with the run's config proven the same; None to start anew."""
+    checkpoint = load_checkpoint(folder.path, "auto") if folder.checkpoints.is_dir() else None
+    if checkpoint is None:
+        if must_resume:
+            raise CheckpointError(f"{folder.path} holds no checkpoint to resume from; start it with megatrain train")
+        if final_model(folder).exists():
+            raise ConfigError(f"output_dir {folder.path} already holds a trained model; choose another output_dir")
+        return None
+    if config.resume_from_checkpoint == "never":
+        raise ConfigError(
+            f"output_dir {folder.path} already holds step {checkpoint.step} and resume_from_checkpoint is never; "
+            "choose another output_dir, or set resume_from_checkpoint to auto"
+        )
+    folder.refuse_changes(config, allowed)
+    return checkpoint
+
+
+def final_model(folder: RunFolder) -> Path:
+    """Where the model lies at the end of a run that keeps no checkpoints."""
+    return folder.path / "model"
+
+
+def _train_in(
+    folder: RunFolder,
+    run: Planned,
+    batches: BatchPlan,
+    evaluation: Sequence[MicroBatch],
+    checkpoint: Checkpoint | None,
+    facts: Mapping[str, object],
+    metrics: Metrics,
+    packages: Mapping[str, ModuleType],
+) -> int:
+    config = run.config
+    if config.memory.hbm is not None and run.device.type == "cuda":
+        cap_device_memory(config.memory.hbm)
+    store = store_of(run)
+    if checkpoint is None:
+        load_weights(run.source, store, run.spec)
+    else:
+        restore(store, checkpoint)
+    engine = engine_of(run, store)
+    start_step, trainer_state = 0, {}
+    if checkpoint is not None:
+        start_step, trainer_state = checkpoint.step, checkpoint.trainer_state
+        engine.applied_steps = trainer_state["applied_steps"]
+    watch = Watch(config.early_stopping_patience, config.early_stopping_threshold, trainer_state)
+    keeper = None
+    if config.save_strategy != "no":
+        keep = config.save_total_limit
+        writer = CheckpointWriter(
+            folder.path, store, run.spec, run.hf_config, run.source, keep=keep, run_facts=dict(facts)
+        )
+        keeper = Keeper(writer, engine, watch, start_step)
+    folder.started()
+    metrics.track(lambda say: open_trackers(packages, config, folder.path, say))
+    outcome = train(Run(config, engine, batches, num_steps_of(batches), start_step, evaluation, keeper, metrics, watch))
+    engine.close()
+    if keeper is None and outcome.signal is None:
+        target = final_model(folder)
+        write_hf_folder(target, store, run.spec, run.hf_config, run.source, dtype=store.dtype("w"))
+        metrics.say(f"model: {target}")
+    elif keeper is not None:
+        metrics.say(f"model: {folder.checkpoints / f'step-{outcome.step}' / 'model'}")
+        if watch.best_step is not None:
+            best = folder.checkpoints / f"step-{watch.best_step}" / "model"
+            metrics.say(f"best: {best} (eval_loss {watch.best_loss:.4f})")
+    store.close()
+    return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def resume_run(path: Path, words: Sequence[str], allow: Sequence[str]) -> int:
+    """Go on with the run in `path`; the folder may have been moved."""
+    heeded = RunConfig.model_fields.keys() - {"output_dir"}
+    refuse_unheeded(words, heeded, "a run goes on in its own folder; to go elsewhere, move or copy that folder first")
+    return train_config(run_config(path, words), allow, must_resume=True)
+
+
+def versions() -> dict[str, str]:
+    """Of what the bits of a step depend on."""
+    return {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def environment(machine: Machine) -> dict[str, object]:
+    """env.json: what the bits may depend on. No paths of the user, no variables, no tokens."""
+    return {
+        **versions(),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "system": platform.platform(),
+        "torch_threads": torch.get_num_threads(),
+        "machine": asdict(machine),
+    }
