@@ -14,7 +14,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,7 +212,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--systems",
         default="megatrain,pytorch-hbm",
-        help="megatrain may say where state goes: megatrain/resident=EMBED+L000 (or all): its home is HBM; "
+        help="megatrain may say where state goes: megatrain/resident=EMBED+L000-L003 (or all): its home is HBM; "
         "megatrain/device_update=EMBED: home in RAM, updated on the GPU",
     )
     parser.add_argument("--eager", action="store_true")
@@ -251,10 +251,17 @@ def main(argv: Sequence[str]) -> int:
 def placed(args: argparse.Namespace, placement: str) -> argparse.Namespace:
     """`args` with `resident` and `device_update` as a system's placement says."""
     words = dict(word.split("=") for word in placement.split("/") if word)
-    places = {key: words.get(key, "").replace("+", ",") for key in ("resident", "device_update")}
+    places = {key: ",".join(named(words.get(key, ""))) for key in ("resident", "device_update")}
     if args.trace:
         places["trace"] = str(Path(args.trace).with_suffix("")) + "".join(f"-{word}" for word in words) + ".jsonl"
     return argparse.Namespace(**vars(args) | places)
+
+
+def named(text: str) -> Iterator[str]:
+    """EMBED+L000-L003 -> EMBED, L000, L001, L002, L003."""
+    for word in filter(None, text.split("+")):
+        first, _, last = word.partition("-")
+        yield from (f"L{i:03d}" for i in range(int(first[1:]), int(last[1:]) + 1)) if last else (first,)
 
 
 def machine_name(device: torch.device) -> str:
