@@ -183,3 +183,11 @@ def test_the_planner_starts_without_torch() -> None:
     code = "import sys, json, megatrain.planner, megatrain.config; print(json.dumps('torch' in sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(shown) is False
+
+
+def test_a_model_that_is_only_read_is_planned_too() -> None:
+    frozen = spec_of(4, 1024, freeze=("",))
+    plan, table = plan_run(frozen, config_of("cuda"), GPU)
+    assert not any(segment.trainable for segment in plan.segments)
+    assert all(segment.weights == "own" for segment in plan.segments), "weights that fit stay in HBM"
+    assert table.overall == "FITS"

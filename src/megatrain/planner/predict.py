@@ -102,7 +102,9 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
 
 
 def _run(plan: Plan, model: CostModel, num_rounds: int) -> tuple[Schedule, Simulation]:
-    schedule = build(plan, "train", num_rounds, pending_update=True)
+    """A model of which nothing is trained is only read."""
+    trains = plan.lowest_trainable < len(plan.segments)
+    schedule = build(plan, "train" if trains else "eval", num_rounds, pending_update=trains)
     return schedule, simulate(schedule, model.seconds, model.sharing())
 
 

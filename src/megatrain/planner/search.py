@@ -181,6 +181,7 @@ class _Floor:
         self._model = CostModel(work.shapes, work.rates, work.document_tokens, work.on_cpu)
         self._num_micro_batches = work.num_micro_batches
         self._work = work
+        self._trains = any(tensor.trainable for segment in work.shapes.spec.segments for tensor in segment.tensors)
 
     def __call__(self, plan: Plan) -> float:
         passes = [self._passes_s(segment) for segment in plan.segments]
@@ -201,7 +202,7 @@ class _Floor:
         travel = sum(weights[: max(0, len(weights) - plan.weight_slots)])
         grads = [sizes.gradient_bytes(shapes, s.name) for s in plan.blocks if s.trainable and s.grads == "pool"]
         sums = sum(grads) if len(grads) > plan.grad_slots else 0
-        h2d_bytes = num_rounds * 2 * travel + (num_rounds - 1) * sums
+        h2d_bytes = num_rounds * (2 if self._trains else 1) * travel + (num_rounds - 1) * sums
         d2h_bytes = num_rounds * sums
         both_s = (h2d_bytes + d2h_bytes) / rates.link_both_Bps
         return max(h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps, both_s)
@@ -214,6 +215,9 @@ class _Floor:
         sums_s = sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
         if segment.kind == "embed":
             return update_s, sums_s
+        if not self._trains:
+            kind = Kind.LOSS if segment.kind == "head" else Kind.FORWARD
+            return self._num_micro_batches * self._op_s(kind, segment, (), ()), 0.0
         if segment.kind == "head":
             return update_s, sums_s + self._num_micro_batches * self._op_s(Kind.HEAD, segment, (), grad)
         forward_s = self._op_s(Kind.FORWARD, segment, (), kept)
