@@ -12,6 +12,9 @@ STREAMED = {"weights": "pool", "grads": "pool", "state": "ram"}
 RESIDENT = {"weights": "own", "grads": "own", "state": "hbm"}
 OWN_RAM = {"weights": "own", "grads": "own", "state": "ram"}
 DEVICE = {**OWN_RAM, "update": "device"}
+DISK_STATE = {"state": "disk"}  # beside weights and grads
+DISK_WEIGHTS = {"weights_home": "disk"}
+DISK = {**DISK_STATE, **DISK_WEIGHTS}
 
 
 def plan_of(
@@ -25,16 +28,23 @@ def plan_of(
     slots: int = 2,
     grad_slots: int = 2,
     round_micro_batches: int = 99,
+    disk_slots: int = 2,
 ) -> Plan:
-    """A plan from the homes of its segments."""
+    """A plan from the homes of its segments. A frozen one has no state to keep on disk."""
     placed = [("EMBED", "embed", embed)]
     placed += [(f"L{i:03d}", "block", home) for i, home in enumerate(blocks)]
     placed += [("HEAD", "head", head)]
     segments = tuple(
-        SegmentPlan(name, kind, name not in frozen, **home, activations="keep" if name in keep else "recompute")
+        SegmentPlan(
+            name,
+            kind,
+            name not in frozen,
+            **({**home, "state": "ram"} if name in frozen and home["state"] == "disk" else home),
+            activations="keep" if name in keep else "recompute",
+        )
         for name, kind, home in placed
     )
-    return Plan(segments, tied, slots, grad_slots, round_micro_batches)
+    return Plan(segments, tied, slots, grad_slots, round_micro_batches, disk_slots=disk_slots)
 
 
 def runs_of(plan: Plan, programs: Sequence[Program], num_micro_batches: int = 2) -> list[Run]:
@@ -52,20 +62,23 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any valid plan of up to five blocks with at least one trainable segment."""
     num_blocks = draw(st.integers(1, 5))
     homes = [{"weights": w, "grads": g, "state": "ram"} for w in ("pool", "own") for g in ("pool", "own")]
+    homes += [{**home, **disk} for home in homes for disk in (DISK_STATE, DISK_WEIGHTS, DISK)]
     homes += [RESIDENT, DEVICE]
     blocks = draw(st.lists(st.sampled_from(homes), min_size=num_blocks, max_size=num_blocks))
+    ends = [OWN_RAM, RESIDENT, DEVICE, *({**OWN_RAM, **disk} for disk in (DISK_STATE, DISK_WEIGHTS, DISK))]
     names = ["EMBED", *(f"L{i:03d}" for i in range(num_blocks)), "HEAD"]
     frozen = draw(st.sets(st.sampled_from(names), max_size=len(names) - 1)) if draw(st.booleans()) else set()
     return plan_of(
         blocks,
-        embed=draw(st.sampled_from([OWN_RAM, RESIDENT, DEVICE])),
-        head=draw(st.sampled_from([OWN_RAM, RESIDENT, DEVICE])),
+        embed=draw(st.sampled_from(ends)),
+        head=draw(st.sampled_from(ends)),
         tied=draw(st.booleans()),
         frozen=sorted(frozen),
         keep=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
         slots=draw(st.integers(2, 4)),
         grad_slots=draw(st.integers(1, 3)),
         round_micro_batches=draw(st.integers(1, 5)),
+        disk_slots=draw(st.integers(1, 3)),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatrain.schedule import CELL, TIED_GRAD, Kind, Lane, Op, Place, Plan, Program, Run, Schedule
+from megatrain.schedule import CELL, TIED_GRAD, Kind, Lane, Op, Place, Plan, Program, Run, Schedule, SegmentPlan
 
 Memory = dict[Place, int]
 Results = dict[tuple[str, str | int], int]  # (what, of) -> term
@@ -84,11 +84,19 @@ def _step(plan: Plan, num: int, weights: dict[str, int], terms: Terms) -> tuple[
     return losses, sums
 
 
+def weights_home(s: SegmentPlan) -> Place:
+    return Place("w" if s.state == "hbm" else f"{s.weights_home}.w", s.name)
+
+
+def state_home(s: SegmentPlan) -> Place:
+    return Place(f"{s.state}.state", s.name)
+
+
 def start(plan: Plan, terms: Terms) -> Memory:
     memory: Memory = {}
     for s in plan.segments:
-        memory[Place("w" if s.state == "hbm" else "ram.w", s.name)] = terms("weights", s.name)
-        memory[Place("hbm.state" if s.state == "hbm" else "ram.state", s.name)] = terms("state", s.name)
+        memory[weights_home(s)] = terms("weights", s.name)
+        memory[state_home(s)] = terms("state", s.name)
     return memory
 
 
@@ -101,7 +109,7 @@ def homes_only(plan: Plan, memory: Memory, program: Program) -> Memory:
         place: term
         for place, term in memory.items()
         if place == CELL
-        or place.pool in ("ram.w", "ram.state", "ram.grad", "hbm.state")
+        or place.pool in ("ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state")
         or (place.pool in ("w", "g", "s") and place.key in in_hbm)
     }
 
@@ -109,9 +117,9 @@ def homes_only(plan: Plan, memory: Memory, program: Program) -> Memory:
 def results_of(plan: Plan, run: Run, memory: Memory) -> Results:
     results: Results = {}
     for s in plan.segments:
-        results["weights", s.name] = memory.get(Place("w" if s.state == "hbm" else "ram.w", s.name), -1)
+        results["weights", s.name] = memory.get(weights_home(s), -1)
         if s.trainable:
-            results["state", s.name] = memory.get(Place("hbm.state" if s.state == "hbm" else "ram.state", s.name), -1)
+            results["state", s.name] = memory.get(state_home(s), -1)
         if run.program == "save":
             results["file", s.name] = memory.get(Place("file", s.name), -1)
     if run.program in ("train", "eval"):
@@ -127,9 +135,9 @@ def execute(op: Op, memory: Memory, terms: Terms) -> list[int]:
     read = [memory[p] if p in memory else terms("garbage", str(p)) for p in op.reads]
     m = op.micro_batch
     match op.kind:
-        case Kind.FETCH | Kind.FETCH_STATE | Kind.FETCH_GRAD | Kind.DRAIN:
+        case Kind.FETCH | Kind.FETCH_STATE | Kind.FETCH_GRAD | Kind.DRAIN | Kind.LOAD | Kind.LOAD_STATE:
             return read[:1]
-        case Kind.STORE:
+        case Kind.STORE | Kind.SPILL:
             return read[:2]
         case Kind.ZERO:
             return [terms("zero")]

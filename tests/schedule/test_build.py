@@ -28,7 +28,18 @@ from megatrain.schedule import (
     to_text,
 )
 from megatrain.schedule.ops import TIED_GRAD
-from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of, plans, runs_of, sequences
+from tests.schedule.plans import (
+    DEVICE,
+    DISK,
+    DISK_STATE,
+    OWN_RAM,
+    RESIDENT,
+    STREAMED,
+    plan_of,
+    plans,
+    runs_of,
+    sequences,
+)
 from tests.schedule.symbols import Terms, in_order, reference
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -159,6 +170,31 @@ def test_save_reads_homes_on_the_disk_lane() -> None:
     assert build(plan, "flush", 0, False) == ()
 
 
+def test_from_disk_state_comes_once_and_weights_twice_a_step_and_each_goes_back_once() -> None:
+    plan = plan_of([{**STREAMED, **DISK}] * 6, embed={**OWN_RAM, **DISK}, head={**OWN_RAM, **DISK}, disk_slots=2)
+    schedule = build(plan, "train", 2, True)
+    for segment in plan.blocks[:4]:
+        moved = [op.kind for op in schedule if op.segment == segment.name and op.lane in (Lane.DISK, Lane.DISK_READ)]
+        assert moved == [Kind.LOAD_STATE, Kind.LOAD, Kind.SPILL, Kind.LOAD], "fetched from where it was updated"
+    for segment in plan.segments[-3:]:  # still in a slot at the turn
+        moved = [op.kind for op in schedule if op.segment == segment.name and op.lane in (Lane.DISK, Lane.DISK_READ)]
+        assert moved == [Kind.LOAD_STATE, Kind.LOAD, Kind.SPILL]
+
+
+def test_what_is_on_disk_is_saved_from_where_it_was_updated() -> None:
+    plan = plan_of([{**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], frozen=["HEAD"], head={**OWN_RAM, **DISK})
+    for pending in (True, False):
+        schedule = build(plan, "save", 0, pending)
+        loads = [(op.kind, op.segment) for op in schedule if op.lane is Lane.DISK_READ]
+        wanted = {(Kind.LOAD_STATE, "L000"), (Kind.LOAD, "L001"), (Kind.LOAD_STATE, "L001"), (Kind.LOAD, "HEAD")}
+        assert set(loads) == wanted
+        assert len(loads) == 4
+        saves = {op.segment: ",".join(map(str, op.reads)) for op in schedule if op.kind is Kind.SAVE}
+        assert saves["L000"] == "ram.w.L000,land.state.0"
+        assert saves["L001"] == "land.w.0,land.state.1"
+        assert saves["HEAD"] == "land.w.1"
+
+
 @pytest.mark.parametrize(("num", "most", "sizes"), [(1, 9, [1]), (5, 4, [2, 3]), (8, 4, [4, 4]), (7, 3, [2, 2, 3])])
 def test_rounds_are_few_and_nearly_equal(num: int, most: int, sizes: list[int]) -> None:
     parts = rounds(num, most)
@@ -178,6 +214,7 @@ def test_a_wholly_frozen_model_can_be_evaluated_but_not_trained() -> None:
     [
         ("streamed", plan_of([STREAMED] * 3), 2),
         ("state_streamed", plan_of([DEVICE, STREAMED, STREAMED], embed=DEVICE), 1),
+        ("disk", plan_of([STREAMED, {**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], head={**OWN_RAM, **DISK}), 1),
         ("tied_two_rounds", plan_of([STREAMED] * 3, tied=True, embed=RESIDENT, round_micro_batches=1), 2),
     ],
 )

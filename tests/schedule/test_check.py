@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.schedule import Kind, Lane, Place, Plan, Program, Run, ScheduleError, build, check, parse
 from megatrain.schedule.waits import with_waits
-from tests.schedule.plans import DEVICE, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, DISK, RESIDENT, STREAMED, plan_of, runs_of
 
 PLAN = plan_of([STREAMED, RESIDENT, STREAMED], round_micro_batches=1)
 
@@ -35,7 +35,8 @@ def changed(run: Run, index: int, **fields: object) -> Run:
 )
 def test_sequences_pass(programs: list[Program]) -> None:
     resident, device = plan_of([RESIDENT] * 2, embed=RESIDENT, head=RESIDENT), plan_of([DEVICE, STREAMED], embed=DEVICE)
-    for plan in (PLAN, plan_of(tied=True, slots=3), resident, device):
+    disk = plan_of([{**STREAMED, **DISK}, STREAMED], disk_slots=1)
+    for plan in (PLAN, plan_of(tied=True, slots=3), resident, device, disk):
         check(runs_of(plan, programs), plan)
 
 

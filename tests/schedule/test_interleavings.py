@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.schedule import Lane, Plan, Run
-from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, DISK, DISK_STATE, OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
 from tests.schedule.symbols import Terms, explore, homes_only, in_order, reference, results_of, start
 
 TINY = {
@@ -17,6 +17,10 @@ TINY = {
     "tied in ram, two rounds": plan_of([STREAMED, OWN_RAM], tied=True, round_micro_batches=1),
     "state streamed": plan_of([STREAMED, DEVICE], embed=DEVICE, tied=True, slots=1),
     "state streamed, two rounds": plan_of([DEVICE, STREAMED], head=DEVICE, round_micro_batches=1),
+    "on disk": plan_of([{**STREAMED, **DISK}, STREAMED], frozen=["EMBED"], head={**OWN_RAM, **DISK}),
+    "on disk, one landing slot": plan_of(
+        [{**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], frozen=["EMBED"], head=RESIDENT, disk_slots=1
+    ),
     "frozen below": plan_of([STREAMED] * 3, frozen=["EMBED", "L000"], tied=True, head=RESIDENT),
 }
 

@@ -8,7 +8,17 @@ import pytest
 
 from megatrain.schedule import Plan, Program, Run, Schedule, ScheduleError, check
 from tests.schedule import mutants
-from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import (
+    DEVICE,
+    DISK,
+    DISK_STATE,
+    DISK_WEIGHTS,
+    OWN_RAM,
+    RESIDENT,
+    STREAMED,
+    plan_of,
+    runs_of,
+)
 from tests.schedule.symbols import Terms, explore, homes_only, in_order, reference, results_of, start
 
 MIXED = [RESIDENT, STREAMED, OWN_RAM, {"weights": "own", "grads": "pool", "state": "ram"}]
@@ -24,6 +34,15 @@ PLANS = {
     "state streamed": plan_of([DEVICE, STREAMED, STREAMED], embed=DEVICE, head=DEVICE),
     "state streamed, tied, two rounds": plan_of(
         [DEVICE, DEVICE, STREAMED, RESIDENT], embed=DEVICE, tied=True, round_micro_batches=1, keep=["L001"]
+    ),
+    "on disk": plan_of([{**STREAMED, **DISK}] * 4, embed={**OWN_RAM, **DISK}, head={**OWN_RAM, **DISK}),
+    "here and there on disk, one landing slot": plan_of(
+        [STREAMED, {**STREAMED, **DISK_STATE}, {**OWN_RAM, **DISK_WEIGHTS}, {**STREAMED, **DISK}],
+        head={**OWN_RAM, **DISK_STATE},
+        frozen=["L002"],
+        tied=True,
+        round_micro_batches=1,
+        disk_slots=1,
     ),
     "frozen here and there": plan_of(frozen=["EMBED", "L000", "L002"], keep=["L000", "L002"], round_micro_batches=1),
     "frozen, else streamed": plan_of([DEVICE, DEVICE], embed=DEVICE, frozen=["EMBED", "L001"], slots=0),

@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.errors import PlanError
 from megatrain.schedule import Plan, SegmentPlan, validate
-from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of
+from tests.schedule.plans import DEVICE, DISK_STATE, DISK_WEIGHTS, OWN_RAM, RESIDENT, STREAMED, plan_of
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,11 @@ from tests.schedule.plans import DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of
         (plan_of([{**DEVICE, "weights": "pool"}]), "L000 has weights 'pool'; segments with update 'device'"),
         (plan_of([{**DEVICE, "grads": "pool"}]), "L000 has grads 'pool'; segments with update 'device'"),
         (plan_of([{**DEVICE, "state": "hbm"}]), "L000 has state 'hbm' and update 'device'"),
-        (plan_of([{**OWN_RAM, "state": "disk"}]), "L000 has its state on disk"),
+        (plan_of([{**STREAMED, **DISK_STATE}], disk_slots=0), "disk_slots is 0, but some segments live on disk"),
+        (plan_of([{**STREAMED, **DISK_WEIGHTS}], frozen=["L000"], disk_slots=0), "disk_slots is 0"),
+        (plan_of([{**DEVICE, **DISK_STATE}]), "L000 lives on disk and has update 'device'"),
+        (plan_of([{**DEVICE, **DISK_WEIGHTS}]), "L000 lives on disk and has update 'device'"),
+        (plan_of([{**RESIDENT, **DISK_WEIGHTS}]), "L000 has state 'hbm' and weights_home 'disk'"),
         (plan_of(slots=1), "weight_slots is 1, but 4 segments share"),
         (plan_of([STREAMED], slots=0), "weight_slots is 0, but 1 segments share"),
         (plan_of(grad_slots=0), "grad_slots is 0"),
@@ -34,6 +38,13 @@ def test_refused(plan: Plan, complaint: str) -> None:
     with pytest.raises(PlanError) as error:
         validate(plan)
     assert complaint in str(error.value)
+
+
+def test_a_frozen_segment_has_no_state_to_keep_on_disk() -> None:
+    plan = plan_of([STREAMED])
+    frozen = replace(plan.segments[1], trainable=False, state="disk")
+    with pytest.raises(PlanError, match="L000 is frozen and has no state to keep on disk; use weights_home 'disk'"):
+        validate(replace(plan, segments=(plan.segments[0], frozen, plan.segments[2]), disk_slots=1))
 
 
 def test_names_and_kinds_are_those_of_the_travel_order() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 
 from megatrain.errors import PlanError
+from megatrain.schedule.landing import Landing
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
 from megatrain.schedule.slots import GradSlots, Visit, VisitKind, WeightSlots
@@ -40,38 +43,46 @@ def rounds(num_micro_batches: int, round_micro_batches: int) -> tuple[range, ...
     return tuple(range(start, stop) for start, stop in pairwise(edges))
 
 
-def _update(segment: SegmentPlan) -> Op:
-    grad, *changed = _update_places(segment)
-    lane = Lane.COMPUTE if segment.updates_on_device else Lane.HOST
-    return Op(Kind.UPDATE, segment.name, None, lane, (grad, CELL, *changed), tuple(changed))
+def _update(segment: SegmentPlan, landing: Landing) -> Iterator[Op]:
+    """The update of a segment, and where it lives on disk the way from there and back."""
+    if segment.updates_on_device:
+        grad, *changed = _device_places(segment)
+        yield Op(Kind.UPDATE, segment.name, None, Lane.COMPUTE, (grad, CELL, *changed), tuple(changed))
+        return
+    yield from landing.bring_state(segment)
+    yield from landing.bring_weights(segment)
+    changed = (landing.state(segment), landing.weights(segment))
+    yield Op(Kind.UPDATE, segment.name, None, Lane.HOST, (Place("ram.grad", segment.name), CELL, *changed), changed)
+    yield from landing.spill(segment)
 
 
 def _store(segment: SegmentPlan) -> Op:
     """The way home of an update that ran in a slot."""
-    _, *changed = _update_places(segment)
+    _, *changed = _device_places(segment)
     homes = (Place("ram.state", segment.name), Place("ram.w", segment.name))
     return Op(Kind.STORE, segment.name, None, Lane.D2H, tuple(changed), homes)
 
 
-def _update_places(segment: SegmentPlan) -> tuple[Place, Place, Place]:
-    """Where an update finds gradient, state and weights."""
-    name, on_device = segment.name, segment.updates_on_device
-    state = "hbm.state" if segment.state == "hbm" else "s" if on_device else "ram.state"
-    return Place("g" if on_device else "ram.grad", name), Place(state, name), Place("w" if on_device else "ram.w", name)
+def _device_places(segment: SegmentPlan) -> tuple[Place, Place, Place]:
+    """Where an update on the device finds gradient, state and weights."""
+    name = segment.name
+    return Place("g", name), Place("hbm.state" if segment.state == "hbm" else "s", name), Place("w", name)
 
 
 def _at_home(plan: Plan, program: Program, pending_update: bool) -> Iterator[Op]:
     """flush and save: nothing passes through the layers."""
+    landing = Landing(plan)
     for segment in plan.segments:
-        in_hbm = segment.state == "hbm"
         if pending_update and segment.trainable:
-            yield _update(segment)
+            yield from _update(segment, landing)
             if segment.streams_state:
                 yield _store(segment)
         if program == "save":
-            reads = [Place("w" if in_hbm else "ram.w", segment.name)]
+            yield from landing.bring_weights(segment)
+            reads = [landing.weights(segment)]
             if segment.trainable:
-                reads.append(Place("hbm.state" if in_hbm else "ram.state", segment.name))
+                yield from landing.bring_state(segment)
+                reads.append(landing.state(segment))
             yield Op(Kind.SAVE, segment.name, None, Lane.DISK, tuple(reads), (Place("file", segment.name),))
 
 
@@ -83,6 +94,11 @@ class _Pass:
         self.train = program == "train"
         self.num_micro_batches = num_micro_batches
         self.pending_update = pending_update
+        self.segment_of = {segment.name: segment for segment in plan.segments}
+        self.landing = Landing(plan)
+        # In order of first use: the host works through them while the first layers already compute.
+        on_host = [s for s in plan.segments if s.trainable and not s.updates_on_device]
+        self.host_updates = deque(on_host if pending_update else ())
         self.lowest = plan.lowest_trainable if self.train else len(plan.segments)
         self.embed, self.head = plan.segments[0], plan.segments[-1]
         self.visits = tuple(self._visits())
@@ -103,11 +119,8 @@ class _Pass:
             yield Visit(number, kind, index, part, part == parts[0], part == parts[-1])
 
     def ops(self) -> Iterator[Op]:
-        if self.pending_update:
-            # In order of first use: the host works through them while the first layers already compute.
-            for segment in self.plan.segments:
-                if segment.trainable and not segment.updates_on_device:
-                    yield _update(segment)
+        while self.host_updates and not self.host_updates[0].weights_on_disk:
+            yield from _update(self.host_updates.popleft(), self.landing)
         yield from self._fetches(-1)
         turn = max(visit.number for visit in self.visits if visit.kind == "head")
         halfway = (turn + len(self.visits) - 1) // 2
@@ -126,7 +139,7 @@ class _Pass:
             segment = self.plan.segments[visit.index]
             first_use = visit.first_round and visit.kind in ("embed", "forward", "head")
             if self.pending_update and first_use and segment.trainable and segment.updates_on_device:
-                yield _update(segment)
+                yield from _update(segment, self.landing)
                 if segment.streams_state and visit.number > stores_after:
                     yield _store(segment)
             yield from write[visit.kind](visit, segment)
@@ -142,7 +155,16 @@ class _Pass:
 
     def _fetches(self, done: int) -> Iterator[Op]:
         fetches = self.weights.fetch_after(done) + self.grads.fetch_after(done)
-        yield from (op for _, op in sorted(fetches, key=lambda fetch: fetch[0]))
+        for _, op in sorted(fetches, key=lambda fetch: fetch[0]):
+            yield from self._fetch_weights(op) if op.kind is Kind.FETCH else (op,)
+
+    def _fetch_weights(self, op: Op) -> Iterator[Op]:
+        """A FETCH; what lives on disk lands first, and is fetched from where it was updated, not read again."""
+        if self.host_updates and self.host_updates[0].name == op.segment:
+            yield from _update(self.host_updates.popleft(), self.landing)
+        segment = self.segment_of[op.segment]
+        yield from self.landing.bring_weights(segment)
+        yield replace(op, reads=(self.landing.weights(segment),))
 
     def _state_fetches(self) -> Iterator[Op]:
         """State for the updates that the next program begins with. Listed halfway through the last backward pass: by

@@ -70,7 +70,7 @@ class Now(NamedTuple):
     settled_micro_batches: int  # of step `settled`
 
 
-_EVERYWHERE = {Kind.UPDATE, Kind.STORE}
+_EVERYWHERE = {Kind.UPDATE, Kind.STORE, Kind.LOAD, Kind.LOAD_STATE, Kind.SPILL}
 _THROUGH = {Kind.FETCH, Kind.EMBED, Kind.FORWARD} | _EVERYWHERE
 _ALLOWED: dict[Program, set[Kind]] = {
     "train": set(Kind) - {Kind.LOSS, Kind.SAVE},
@@ -94,8 +94,12 @@ _LANE = {
     Kind.DRAIN: Lane.D2H,
     Kind.STORE: Lane.D2H,
     Kind.SAVE: Lane.DISK,
+    Kind.SPILL: Lane.DISK,
+    Kind.LOAD: Lane.DISK_READ,
+    Kind.LOAD_STATE: Lane.DISK_READ,
 }
-_OF_ALL = {Kind.FETCH, Kind.EMBED, Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.BACKWARD, Kind.SAVE}  # frozen ones too
+# Of frozen segments too.
+_OF_ALL = {Kind.LOAD, Kind.FETCH, Kind.EMBED, Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.BACKWARD, Kind.SAVE}
 
 
 class Meaning:
@@ -109,6 +113,7 @@ class Meaning:
         shared_g = {Place("g", i) for i in range(plan.grad_slots)}
         self.weight_places = {s.name: {Place("w", s.name)} if s.weights == "own" else shared_w for s in plan.segments}
         self.grad_places = {s.name: {Place("g", s.name)} if s.grads == "own" else shared_g for s in plan.segments}
+        self.landing = {pool: {Place(pool, i) for i in range(plan.disk_slots)} for pool in ("land.w", "land.state")}
         self.lowest = min((self.number_of[s.name] for s in self.trainable), default=len(plan.segments))
         self.has_tied_grad = plan.has_tied_grad
         self._of_micro_batch: dict[Kind, Callable[[SegmentPlan, int], Need]] = {
@@ -120,6 +125,7 @@ class Meaning:
             Kind.EMBED_BACKWARD: self._embed_backward,
         }
         self._of_segment: dict[Kind, Callable[[SegmentPlan], Need]] = {
+            Kind.SPILL: self._spill,
             Kind.FETCH: self._fetch,
             Kind.FETCH_STATE: self._fetch_state,
             Kind.MERGE: self._merge,
@@ -142,7 +148,7 @@ class Meaning:
             raise Fault(f"{op.kind} is no op of {segment.kind} segments")
         if op.kind not in _OF_ALL and not segment.trainable:
             raise Fault(f"{op.segment} is frozen")
-        update_lane = Lane.HOST if segment.state == "ram" and segment.update == "home" else Lane.COMPUTE
+        update_lane = Lane.HOST if segment.state != "hbm" and segment.update == "home" else Lane.COMPUTE
         lane = update_lane if op.kind is Kind.UPDATE else _LANE.get(op.kind, Lane.COMPUTE)
         if op.lane is not lane:
             raise Fault(f"is on lane {op.lane}, belongs on {lane}")
@@ -157,6 +163,8 @@ class Meaning:
         if op.kind is Kind.ZERO:
             return self._zero(segment, op.writes)
         found = held.get(op.reads[0]) if op.reads else None
+        if op.kind in (Kind.LOAD, Kind.LOAD_STATE):
+            return self._load(op.kind, segment, found)
         return self._move_grad(op.kind, segment, found)
 
     def at_end(self) -> dict[Place, Content]:
@@ -183,10 +191,11 @@ class Meaning:
         name = segment.name
         if segment.state == "hbm":
             return Trio(Place("hbm.state", name), Place("w", name), Place("g", name))
-        return Trio(Place("ram.state", name), Place("ram.w", name), Place("ram.grad", name))
+        state, weights = Place(f"{segment.state}.state", name), Place(f"{segment.weights_home}.w", name)
+        return Trio(state, weights, Place("ram.grad", name))
 
     def update_places(self, segment: SegmentPlan) -> Trio:
-        """Where UPDATE finds state, weights and gradient: from the end of "train" to the UPDATE they stay there."""
+        """Where state, weights and gradient stay from the end of "train" to the UPDATE."""
         if segment.update == "device":
             return Trio(Place("s", segment.name), Place("w", segment.name), Place("g", segment.name))
         return self.homes(segment)
@@ -236,10 +245,43 @@ class Meaning:
     def _tied_sum(self, count: int) -> list[Wanted]:
         return [((TIED_GRAD,), self._sum("tied.grad", count))] if self.has_tied_grad else []
 
+    def _weights_in_reach(self, segment: SegmentPlan, after: int | None = None) -> Wanted:
+        """The weights where an update, a FETCH or a SAVE finds them: at home, or landed from disk."""
+        on_disk = segment.weights_home == "disk"
+        return self.landing["land.w"] if on_disk else {self.homes(segment).weights}, self.weights(segment, after)
+
+    def _state_in_reach(self, segment: SegmentPlan, after: int | None = None) -> Wanted:
+        on_disk = segment.state == "disk"
+        return self.landing["land.state"] if on_disk else {self.homes(segment).state}, self.state(segment, after)
+
+    def _load(self, kind: Kind, segment: SegmentPlan, found: Content | None) -> Need:
+        """A copy of what is on disk, before or after its update: whoever reads it says which one is wanted."""
+        tier = segment.weights_home if kind is Kind.LOAD else segment.state
+        if tier != "disk":
+            raise Fault(f"{kind} of {segment.name}, which lives in {tier}")
+        home = self.homes(segment).weights if kind is Kind.LOAD else self.homes(segment).state
+        in_reach = self._weights_in_reach if kind is Kind.LOAD else self._state_in_reach
+        slots, content = in_reach(segment, self.now.settled - 1)
+        if content != found:
+            slots, content = in_reach(segment)
+        return Need([((home,), content)], [(slots, content)])
+
+    def _spill(self, segment: SegmentPlan) -> Need:
+        reads, writes = [], []
+        if segment.state == "disk":
+            reads.append(self._state_in_reach(segment))
+            writes.append(((self.homes(segment).state,), self.state(segment)))
+        if segment.weights_home == "disk":
+            reads.append(self._weights_in_reach(segment))
+            writes.append(((self.homes(segment).weights,), self.weights(segment)))
+        if not reads:
+            raise Fault(f"nothing of {segment.name} lives on disk")
+        return Need(reads, writes)
+
     def _fetch(self, segment: SegmentPlan) -> Need:
         if segment.state == "hbm":
             raise Fault(f"the weights of {segment.name} never leave HBM")
-        return Need([((Place("ram.w", segment.name),), self.weights(segment))], [self._weights_in_slot(segment)])
+        return Need([self._weights_in_reach(segment)], [self._weights_in_slot(segment)])
 
     def _fetch_state(self, segment: SegmentPlan) -> Need:
         if segment.update != "device":
@@ -329,13 +371,17 @@ class Meaning:
     def _update(self, segment: SegmentPlan) -> Need:
         settled = self.now.settled
         state, weights, grad = self.update_places(segment)
+        if segment.update == "device":
+            states, places = {state}, {weights}
+        else:
+            states, places = self._state_in_reach(segment)[0], self._weights_in_reach(segment)[0]
         reads = [
             ((grad,), self._complete(segment, settled, self.now.settled_micro_batches)),
             ((CELL,), Content("cell", when=settled)),
-            ((state,), self.state(segment, settled - 1)),
-            ((weights,), self.weights(segment, settled - 1)),
+            (states, self.state(segment, settled - 1)),
+            (places, self.weights(segment, settled - 1)),
         ]
-        return Need(reads, [((state,), self.state(segment)), ((weights,), self.weights(segment))])
+        return Need(reads, [(states, self.state(segment)), (places, self.weights(segment))])
 
     def _store(self, segment: SegmentPlan) -> Need:
         if segment.update != "device":
@@ -347,8 +393,7 @@ class Meaning:
         return Need(reads, writes, gives_up=(slots.state,))
 
     def _save(self, segment: SegmentPlan) -> Need:
-        state, weights, _ = self.homes(segment)
-        reads = [((weights,), self.weights(segment))]
+        reads = [self._weights_in_reach(segment)]
         if segment.trainable:
-            reads.append(((state,), self.state(segment)))
+            reads.append(self._state_in_reach(segment))
         return Need(reads, [((Place("file", segment.name),), self._file(segment))])

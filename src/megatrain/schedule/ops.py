@@ -10,13 +10,15 @@ Program = Literal["train", "eval", "flush", "save"]
 
 
 class Lane(StrEnum):
-    """Something that runs ops in order: CUDA streams (compute, h2d, d2h), CPU workers (host), file I/O (disk)."""
+    """Something that runs ops in order: CUDA streams (compute, h2d, d2h), CPU workers (host), file I/O: what is written
+    (disk) and what is read (disk_read)."""
 
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
     HOST = "host"
     DISK = "disk"
+    DISK_READ = "disk_read"
 
 
 class Kind(StrEnum):
@@ -25,7 +27,10 @@ class Kind(StrEnum):
     A gradient slot that is added into stands in reads and in writes; a frozen segment has none, so it is left out.
     [..] marks what else may be absent. `weights` is the slot of the segment itself.
 
-    FETCH       r: ram.w.S                                  w: its weight slot
+    LOAD        r: disk.w.S                                 w: land.w.k
+    LOAD_STATE  r: disk.state.S                             w: land.state.k
+    SPILL       r: land.state.k, land.w.j                   w: disk.state.S, disk.w.S (what of the two lives on disk)
+    FETCH       r: ram.w.S, or land.w.k if from disk        w: its weight slot
     FETCH_STATE r: ram.state.S                              w: s.S                    (for the update to come)
     FETCH_GRAD  r: ram.grad.S                               w: its gradient slot      (round 2 on: the sum goes on)
     ZERO        r:                                          w: its gradient slot, or tied.grad (segment EMBED)
@@ -40,9 +45,9 @@ class Kind(StrEnum):
     NORM        r: gradient slot                            w: norm.S                 (per-tensor sums of squares)
     DRAIN       r: gradient slot                            w: ram.grad.S
     CLIP        r: norm.S in segment order, loss.m in order w: cell                   (coefficient, apply or skip)
-    UPDATE      r: gradient, cell, state, weights           w: state, weights         (all in one home, or in own slots)
+    UPDATE      r: gradient, cell, state, weights           w: state, weights         (at home, in own or landing slots)
     STORE       r: s.S, w.S                                 w: ram.state.S, ram.w.S   (s.S is given up)
-    SAVE        r: weights [, state]                        w: file.S                 (from their home)
+    SAVE        r: weights [, state]                        w: file.S                 (at home, or where they landed)
     """
 
     FETCH = "FETCH"
@@ -61,6 +66,9 @@ class Kind(StrEnum):
     CLIP = "CLIP"
     UPDATE = "UPDATE"
     STORE = "STORE"
+    LOAD = "LOAD"
+    LOAD_STATE = "LOAD_STATE"
+    SPILL = "SPILL"
     SAVE = "SAVE"
 
 
@@ -71,11 +79,14 @@ class Place(NamedTuple):
     Gradients: g.0 g.1 …    shared slots;    g.EMBED        an own slot;  tied.grad  the head's sum for a tied embedding
     State:     s.EMBED      an own slot for lo, m, v of a segment with update "device"
     Homes:     ram.w.L000  ram.state.L000  ram.grad.L000  hbm.state.L000  (state "hbm": weights home is w.L000 itself)
+               disk.w.L000  disk.state.L000
+    Landing:   land.w.0 land.w.1 …  land.state.0 …    slots in RAM for what comes from disk and goes there
     Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, kept.i.m, loss.m
     Scalars:   norm.L000, cell;  file.L000 on disk
     Micro-batches count from 0 over the whole step. Where only a micro-batch follows the pool, it is `micro_batch`, and
     `key` stays "": Place("loss", "", 3) is "loss.3".  Place("tied.grad") and Place("cell") are complete as they are.
-    Between programs only homes keep their content: ram.*, hbm.state.*, file.*, cell; w.S, g.S if `state` is "hbm".
+    Between programs only homes keep their content: ram.*, disk.*, hbm.state.*, file.*, cell; w.S, g.S if `state` is
+    "hbm".
     While an update is pending, also w.S, g.S, s.S of segments with update "device".
     """
 

@@ -19,7 +19,7 @@ class SegmentPlan:
     `grads`: "pool" (summed in a shared slot, drained to the gradient home in RAM at the end of each visit), or "own"
     (stays in HBM over all rounds; drained once if the update runs on the host lane).
     `state`: home of lo, m, v: "hbm" (needs weights and grads "own"), "ram" or "disk".
-    `update`: where the update runs: "home" (on the compute lane if `state` is "hbm", on the host lane if it is "ram"),
+    `update`: where the update runs: "home" (on the compute lane if `state` is "hbm", else on the host lane),
     or "device" (`state` "ram", weights and grads "own"): on the compute lane, in a state slot of its own. The state
     comes from RAM during the backward pass; the gradient never leaves its slot; new state and weights are written back
     to RAM behind the update.
@@ -107,6 +107,11 @@ def validate(plan: Plan) -> None:
         )
     if plan.grad_slots < 1 and any(s.trainable and s.grads == "pool" for s in plan.segments):
         raise PlanError(f"grad_slots is {plan.grad_slots}, but some segments share gradient slots; use at least 1")
+    if plan.disk_slots < 1 and any(s.state_on_disk or s.weights_on_disk for s in plan.segments):
+        raise PlanError(
+            f"disk_slots is {plan.disk_slots}, but some segments live on disk; use at least 1 "
+            "(3 to read, update and write at the same time)"
+        )
     if plan.round_micro_batches < 1:
         raise PlanError(f"round_micro_batches is {plan.round_micro_batches}; use at least 1")
 
@@ -114,10 +119,15 @@ def validate(plan: Plan) -> None:
 def _validate_segment(segment: SegmentPlan, kind: str) -> None:
     if segment.kind != kind:
         raise PlanError(f"{segment.name} is planned as kind {segment.kind!r}; it must be {kind!r}")
-    if segment.state == "disk":
-        raise PlanError(f"{segment.name} has its state on disk, which no schedule supports yet; use 'ram' or 'hbm'")
     if segment.update == "device" and segment.state == "hbm":
         raise PlanError(f"{segment.name} has state 'hbm' and update 'device'; the update runs there anyway: use 'home'")
+    if segment.state == "disk" and not segment.trainable:
+        raise PlanError(f"{segment.name} is frozen and has no state to keep on disk; use weights_home 'disk'")
+    if segment.weights_on_disk and segment.state == "hbm":
+        raise PlanError(f"{segment.name} has state 'hbm' and weights_home 'disk'; its weights live in HBM: use 'ram'")
+    if segment.update == "device" and (segment.state == "disk" or segment.weights_on_disk):
+        # the disk is ten times slower than the host's update
+        raise PlanError(f"{segment.name} lives on disk and has update 'device'; use 'home', or state 'ram'")
     if kind != "block":
         why = f"{kind} segments"
     elif segment.state == "hbm":

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 
 # What follows the pool in a place: a key (segment, slot or block), a micro-batch, both, or nothing.
-_KEY = frozenset({"w", "g", "s", "ram.w", "ram.state", "ram.grad", "hbm.state", "norm", "file"})
+_HOMES = {"ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state", "land.w", "land.state"}
+_KEY = frozenset({"w", "g", "s", "norm", "file"} | _HOMES)
 _MICRO_BATCH = frozenset({"dact", "call", "loss"})
 _BOTH = frozenset({"act", "kept"})
 _ALONE = frozenset({"cell", "tied.grad"})

@@ -1,0 +1,65 @@
+"""Landing: the way from disk to RAM and back, through landing slots that are taken in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain.schedule.ops import Kind, Lane, Op, Place
+from megatrain.schedule.plan import Plan, SegmentPlan
+
+
+class Landing:
+    """Where weights and state of every segment are reached during a program: at home, or where they landed.
+
+    Weights and state have slots of their own. What landed stays until the slot's turn comes again, so whoever reads it
+    is listed before that: right behind the op that brought or changed it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._num_slots = plan.disk_slots
+        self._taken = {"land.w": 0, "land.state": 0}
+        self._holds: dict[Place, str] = {}  # slot -> segment
+
+    def weights(self, segment: SegmentPlan) -> Place:
+        """Where its weights are; on disk: where they landed."""
+        if segment.weights_on_disk:
+            return self._landed("land.w", segment)
+        return Place("w" if segment.state == "hbm" else "ram.w", segment.name)
+
+    def state(self, segment: SegmentPlan) -> Place:
+        """Where its state is; on disk: where it landed."""
+        if segment.state_on_disk:
+            return self._landed("land.state", segment)
+        return Place("hbm.state" if segment.state == "hbm" else "ram.state", segment.name)
+
+    def bring_weights(self, segment: SegmentPlan) -> Iterator[Op]:
+        """Weights on disk land, unless they are still there."""
+        if segment.weights_on_disk:
+            yield from self._bring(Kind.LOAD, "disk.w", "land.w", segment)
+
+    def bring_state(self, segment: SegmentPlan) -> Iterator[Op]:
+        """State on disk lands, unless it is still there."""
+        if segment.state_on_disk:
+            yield from self._bring(Kind.LOAD_STATE, "disk.state", "land.state", segment)
+
+    def spill(self, segment: SegmentPlan) -> Iterator[Op]:
+        """What an update changed goes back to disk, if it lives there."""
+        pairs = []
+        if segment.state_on_disk:
+            pairs.append((self.state(segment), Place("disk.state", segment.name)))
+        if segment.weights_on_disk:
+            pairs.append((self.weights(segment), Place("disk.w", segment.name)))
+        if pairs:
+            landed, homes = zip(*pairs, strict=True)
+            yield Op(Kind.SPILL, segment.name, None, Lane.DISK, landed, homes)
+
+    def _bring(self, kind: Kind, home: str, pool: str, segment: SegmentPlan) -> Iterator[Op]:
+        if any(place.pool == pool and name == segment.name for place, name in self._holds.items()):
+            return
+        slot = Place(pool, self._taken[pool] % self._num_slots)
+        self._taken[pool] += 1
+        self._holds[slot] = segment.name
+        yield Op(kind, segment.name, None, Lane.DISK_READ, (Place(home, segment.name),), (slot,))
+
+    def _landed(self, pool: str, segment: SegmentPlan) -> Place:
+        return next(place for place, name in self._holds.items() if place.pool == pool and name == segment.name)
