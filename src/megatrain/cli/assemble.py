@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from megatrain.checkpoint import read_buffers
+from megatrain.checkpoint import CHECKPOINTS, read_buffers, size_of_tree
 from megatrain.cli import show
 from megatrain.cli.datasets import parts_of, tokens_of
 from megatrain.config import RunConfig, resolved
@@ -54,7 +54,10 @@ class Planned:
 def planned(config: RunConfig, source: Path | None = None) -> Planned:
     """Resolve and plan; reads the config.json of `source` (None: of the config's model) and no weight."""
     transformers.logging.set_verbosity_error()
-    machine = probe(config.device, Path(config.output_dir), available_ram_bytes())
+    out = Path(config.output_dir)
+    machine = probe(config.device, out, available_ram_bytes())
+    # The plan counts every checkpoint that a run keeps: those that are there already are among them.
+    machine = replace(machine, disk_free_bytes=machine.disk_free_bytes + size_of_tree(out / CHECKPOINTS))
     config = resolved(config, machine.device, machine.num_cores)
     source = source or Path(config.model)
     hf_config = read_hf_config(source)
