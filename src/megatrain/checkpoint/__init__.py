@@ -6,7 +6,7 @@ May touch: files, through `Files` alone (`dcp.py`: also through torch's own writ
 Must never: run while an op writes what it reads; load a byte that does not match its hash; unpickle.
 """
 
-from megatrain.checkpoint.commit import Checkpoint, load_checkpoint, open_step, saved_steps
+from megatrain.checkpoint.commit import CHECKPOINTS, Checkpoint, load_checkpoint, open_step, saved_steps, size_of_tree
 from megatrain.checkpoint.dcp import write_dcp_folder
 from megatrain.checkpoint.export import write_hf_folder
 from megatrain.checkpoint.fs import Files
@@ -14,6 +14,7 @@ from megatrain.checkpoint.load_hf import load_weights, read_buffers
 from megatrain.checkpoint.state import CheckpointWriter, checkpoint_bytes, restore, save_checkpoint
 
 __all__ = [
+    "CHECKPOINTS",
     "Checkpoint",
     "CheckpointWriter",
     "Files",
@@ -25,6 +26,7 @@ __all__ = [
     "restore",
     "save_checkpoint",
     "saved_steps",
+    "size_of_tree",
     "write_dcp_folder",
     "write_hf_folder",
 ]

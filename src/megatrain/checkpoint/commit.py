@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -201,6 +202,15 @@ def saved_steps(run_dir: Path, files: Files | None = None) -> list[int]:
     files = files or Files()
     parent = run_dir / CHECKPOINTS
     return sorted(step for step, _ in _steps(files, parent)) if files.is_folder(parent) else []
+
+
+def size_of_tree(folder: Path) -> int:
+    """Bytes on the disk of all files below `folder`; 0 if it is not there. Files that go meanwhile do not count."""
+    total_bytes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total_bytes += path.lstat().st_blocks * 512
+    return total_bytes
 
 
 def open_step(run_dir: Path, step: int, files: Files | None = None, *, below: str = "") -> Checkpoint:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from megatrain.checkpoint import size_of_tree
 from megatrain.config import RunConfig
 from megatrain.config_values import DatasetPart
 from megatrain.data import BatchPlan, DataOptions, MicroBatch, Part, TokenDataset, eval_micro_batches, prepare
@@ -50,11 +51,6 @@ def token_cache() -> Path:
     return Path(base) / "megatrain" / "tokens"
 
 
-def size_of_folder(folder: Path) -> int:
-    """Bytes of the files right in `folder`."""
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
 def training_parts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Part]:
     """Every training dataset with its share of an epoch."""
     return [Part(tokens_of(config, part, tokenizer), part.repeat, part.weight) for part in parts_of(config)]
@@ -91,7 +87,7 @@ def data_lines(config: RunConfig, parts: list[Part], batches: BatchPlan) -> Iter
         )
         for reason, count in report.reasons.items():
             yield f"  left out: {count} rows: {reason}"
-        yield f"  tokens: {part.dataset.folder} ({gib(size_of_folder(part.dataset.folder))}), kept for later runs"
+        yield f"  tokens: {part.dataset.folder} ({gib(size_of_tree(part.dataset.folder))}), kept for later runs"
     epochs = num_steps_of(batches) / batches.steps_per_epoch
     yield (
         f"steps: {num_steps_of(batches)} of {config.train_batch_size} rows; an epoch is {batches.steps_per_epoch} "

@@ -34,9 +34,9 @@ def _refuse_quantized(config: PreTrainedConfig, folder: Path) -> None:
         if members.get(key):
             method = members[key].get("quant_method", "unnamed") if isinstance(members[key], dict) else "unnamed"
             raise ModelError(
-                f"{folder / 'config.json'}: {key} says the weights are quantized ({method}); training needs BF16, F16 or "
-                "F32 weights: take the unquantized original, or dequantize it first and save that; if its weights are "
-                f"BF16 already, remove {key} from config.json"
+                f"{folder / 'config.json'}: {key} says the weights are quantized ({method}); training needs BF16, F16 "
+                "or F32 weights: take the unquantized original, or dequantize it and save that; if its weights are BF16 "
+                f"already, remove {key} from config.json"
             )
 
 

@@ -90,6 +90,11 @@ def train(run: Run) -> Outcome:
         if watch.exhausted and step < run.num_steps:
             run.metrics.say(watch.verdict())
         run.engine.flush()
+    if step == run.num_steps and not run.engine.applied_steps:
+        raise UserError(
+            f"none of the {step} steps could be applied: each had a NaN or Inf, and on_nan is skip; the model is what "
+            "it was before: lower learning_rate, or look at the data"
+        )
     return Outcome(step, stop.signal)
 
 
