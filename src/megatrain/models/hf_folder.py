@@ -35,7 +35,7 @@ def _refuse_quantized(config: PreTrainedConfig, folder: Path) -> None:
             method = members[key].get("quant_method", "unnamed") if isinstance(members[key], dict) else "unnamed"
             raise ModelError(
                 f"{folder / 'config.json'}: {key} says the weights are quantized ({method}); training needs BF16, F16 "
-                "or F32 weights: take the unquantized original, or dequantize it and save that; if its weights are BF16 "
+                "or F32 weights: take the unquantized original, or dequantize it and save that; if they are BF16 "
                 f"already, remove {key} from config.json"
             )
 
