@@ -186,7 +186,12 @@ def test_the_planner_starts_without_torch() -> None:
 
 
 def test_a_model_that_is_only_read_is_planned_too() -> None:
-    frozen = spec_of(4, 1024, freeze=("",))
+    trained = spec_of(4, 1024)
+    segments = tuple(
+        replace(segment, tensors=tuple(replace(tensor, trainable=False) for tensor in segment.tensors))
+        for segment in trained.segments
+    )
+    frozen = replace(trained, segments=segments)
     plan, table = plan_run(frozen, config_of("cuda"), GPU)
     assert not any(segment.trainable for segment in plan.segments)
     assert all(segment.weights == "own" for segment in plan.segments), "weights that fit stay in HBM"

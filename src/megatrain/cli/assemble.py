@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,15 +17,21 @@ from megatrain.data import preview
 from megatrain.engine import Engine, Numerics
 from megatrain.errors import ConfigError
 from megatrain.hardware import Machine
-from megatrain.hardware.probe import probe
+from megatrain.hardware.described import Described, likely_rates
+from megatrain.hardware.host import describe_host
+from megatrain.hardware.measured import cache_file, load_measured
+from megatrain.hardware.probe import describe_gpu, probe
+from megatrain.hardware.rates import Rates, rates_of
 from megatrain.memory import available_ram_bytes
+from megatrain.memory.limits import cgroup_limit_bytes, locked_memory_limit_bytes
 from megatrain.models import attention
 from megatrain.models.hf_folder import read_hf_config, read_tokenizer
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
-from megatrain.planner import MemoryTable, misfit, plan_run
+from megatrain.planner import MemoryTable, Question, memory_table, question_of, search
+from megatrain.planner.plan_file import read_plan
 from megatrain.schedule.plan import Plan
 from megatrain.store import SegmentStore
 
@@ -41,23 +46,39 @@ class Planned:
     config: RunConfig
     source: Path
     machine: Machine
+    rates: Rates
     hf_config: PreTrainedConfig
     spec: ModelSpec
     plan: Plan
     table: MemoryTable
 
     @property
+    def question(self) -> Question:
+        """What the plan answers."""
+        return question_of(self.spec, self.config, self.machine, self.rates)
+
+    @property
     def device(self) -> torch.device:
         return torch.device(self.machine.device)
 
 
-def planned(config: RunConfig, source: Path | None = None) -> Planned:
-    """Resolve and plan; reads the config.json of `source` (None: of the config's model) and no weight."""
+def planned(
+    config: RunConfig,
+    source: Path | None = None,
+    *,
+    plan_file: Path | None = None,
+    described: Described | None = None,
+) -> Planned:
+    """Resolve and plan; reads the config.json of `source` (None: of the config's model) and no weight.
+
+    `plan_file`: a plan to follow instead of choosing one. `described`: another machine than this one.
+    """
     transformers.logging.set_verbosity_error()
-    out = Path(config.output_dir)
-    machine = probe(config.device, out, available_ram_bytes())
-    # The plan counts every checkpoint that a run keeps: those that are there already are among them.
-    machine = replace(machine, disk_free_bytes=machine.disk_free_bytes + size_of_tree(out / CHECKPOINTS))
+    machine, rates = _here(config) if described is None else (described.machine, described.rates)
+    if config.device not in ("auto", machine.device):
+        raise ConfigError(
+            f"device is {config.device}, but the machine plans for {machine.device}; set it to auto"
+        )
     config = resolved(config, machine.device, machine.num_cores)
     source = source or Path(config.model)
     hf_config = read_hf_config(source)
@@ -67,8 +88,21 @@ def planned(config: RunConfig, source: Path | None = None) -> Planned:
             f"max_length is {config.max_length}, but the model knows {spec.max_positions} positions; "
             f"set max_length to at most {spec.max_positions}"
         )
-    plan, table = plan_run(spec, config, machine)
-    return Planned(config, source, machine, hf_config, spec, plan, table)
+    question = question_of(spec, config, machine, rates)
+    plan = search(question) if plan_file is None else read_plan(plan_file, spec)
+    return Planned(config, source, machine, rates, hf_config, spec, plan, memory_table(question, plan))
+
+
+def _here(config: RunConfig) -> tuple[Machine, Rates]:
+    """This machine, and its rates: what `megatrain doctor` measured, else what such a machine is likely to have."""
+    out = Path(config.output_dir)
+    machine = probe(config.device, out, available_ram_bytes())
+    # The plan counts every checkpoint that a run keeps: those that are there already are among them.
+    machine = replace(machine, disk_free_bytes=machine.disk_free_bytes + size_of_tree(out / CHECKPOINTS))
+    host = describe_host(available_ram_bytes(), cgroup_limit_bytes(), locked_memory_limit_bytes())
+    gpu = describe_gpu() if machine.device == "cuda" else None
+    measured = load_measured(cache_file(host, gpu))
+    return machine, likely_rates(machine) if measured is None else rates_of(measured)
 
 
 def template_of(run: Planned) -> ModelTemplate:
@@ -111,19 +145,6 @@ def engine_of(run: Planned, store: SegmentStore) -> Engine:
         config.seed,
     )
     return Engine(template_of(run), store, run.plan, numerics, run.device, optimizer_threads=config.optimizer_threads)
-
-
-def show_plan(config: RunConfig, *, as_json: bool) -> int:
-    """Print the plan, and what would fit if it does not. 0 if it fits, 1 if not."""
-    run = planned(config)
-    reason = misfit(run.spec, run.config, run.machine, run.table)
-    if as_json:
-        shown = show.plan_json(run.spec, run.plan, run.table, run.machine)
-        print(json.dumps({**shown, "misfit": reason}, indent=1))
-    else:
-        lines = [show.machine_line(run.machine), *show.plan_lines(run.spec, run.plan, run.table)]
-        print("\n".join([*lines, reason] if reason else lines))
-    return 1 if run.table.overall == "NO" else 0
 
 
 def preview_data(config: RunConfig) -> int:

@@ -47,6 +47,7 @@ Steps = Annotated[
     typer.Option("--step", help="Checkpoint of a run: its number, latest, best, base or all. May be repeated."),
 ]
 OFFLINE = "--offline"
+PlanFile = Annotated[Path | None, typer.Option(help="Follow this plan.json instead of choosing.", metavar="FILE")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
 
 
@@ -80,12 +81,12 @@ def megatrain(
 
 
 @app.command()
-def train(config: ConfigFile, words: Words = None, allow: Allow = None) -> None:
+def train(config: ConfigFile, words: Words = None, allow: Allow = None, plan: PlanFile = None) -> None:
     """Train as CONFIG says; goes on where a run in its output_dir stopped."""
     from megatrain.cli.training import train_config
     from megatrain.config import read_config
 
-    raise typer.Exit(train_config(read_config(config, words or ()), allow or ()))
+    raise typer.Exit(train_config(read_config(config, words or ()), allow or (), plan_file=plan))
 
 
 @app.command()
@@ -110,12 +111,24 @@ def doctor(
 
 
 @app.command()
-def plan(config: ConfigFile, words: Words = None, json: Json = False) -> None:
-    """Say where every byte of a run will be, and whether it fits. Loads no weights."""
-    from megatrain.cli.assemble import show_plan
-    from megatrain.config import read_config
+def plan(
+    config: Annotated[
+        Path, typer.Argument(help="YAML file, model folder, or config.json alone.", metavar="CONFIG|MODEL_FOLDER")
+    ],
+    words: Words = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Plan for another machine: its machine.json, or a name that comes with MegaTrain."),
+    ] = None,
+    plan: PlanFile = None,
+    trace: Annotated[Path | None, typer.Option(help="Lay the trace.jsonl of a real step beside it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory and lanes over a step.", metavar="FILE.svg")] = None,
+    json: Json = False,
+) -> None:
+    """Say where every byte of a run will be, whether it fits, and what a step will cost. Loads no weights."""
+    from megatrain.cli.plan import plan as verb
 
-    raise typer.Exit(show_plan(read_config(config, words or ()), as_json=json))
+    raise typer.Exit(verb(config, words or (), machine=machine, plan_file=plan, trace=trace, plot=plot, as_json=json))
 
 
 @app.command()

@@ -41,12 +41,17 @@ from megatrain.train.progress import display
 from megatrain.train.trackers import load_trackers, open_trackers
 
 
-def train_config(config: RunConfig, allow: Sequence[str] = (), *, must_resume: bool = False) -> int:
-    """Train as `config` says. The exit code: 0, or 128 + the signal that stopped the run."""
+def train_config(
+    config: RunConfig, allow: Sequence[str] = (), *, must_resume: bool = False, plan_file: Path | None = None
+) -> int:
+    """Train as `config` says. The exit code: 0, or 128 + the signal that stopped the run.
+
+    `plan_file`: a plan.json to follow; None: the planner chooses.
+    """
     allowed = allowed_keys(allow, FACTS)
     packages = load_trackers(config)
     refuse_shared_output(config)
-    run = planned(config, source_of(config))
+    run = planned(config, source_of(config), plan_file=plan_file)
     refuse_misfit(run.spec, run.config, run.machine, run.table)
     with RunFolder(Path(run.config.output_dir)) as folder, explained_shortage(run):
         checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)

@@ -73,13 +73,20 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
     ]
     if question.machine.device == "cuda":
         rows.append(MemoryRow("CUDA libraries", "hbm", sizes.CONTEXT_HBM_BYTES))
-    if question.config.save_strategy != "no":
+    copies = kept_checkpoints(question)
+    if copies:
         rows.append(MemoryRow("checkpoint writer", "ram", sizes.SAVE_BUFFER_BYTES))
-        copies = question.config.save_total_limit + 1  # the new one is whole before an old one goes
-        copies += question.config.eval_dataset is not None  # the best one is kept besides
         rows.append(MemoryRow(f"checkpoints ({copies})", "disk", copies * sizes.checkpoint_bytes(shapes)))
     rows = [row for row in rows if row.num_bytes]
     return MemoryTable(tuple(rows), budgets_of(question), peak, shapes.num_parameters)
+
+
+def kept_checkpoints(question: Question) -> int:
+    """Checkpoints on disk at one time: a new one is whole before an old one goes, and the best one is kept besides."""
+    config = question.config
+    if config.save_strategy == "no":
+        return 0
+    return config.save_total_limit + 1 + (config.eval_dataset is not None)
 
 
 def home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:

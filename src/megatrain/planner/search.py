@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Literal
 
 from megatrain.models.layout import embedding_of
+from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, memory_table
 from megatrain.planner.costs import CostModel
@@ -43,6 +44,8 @@ class _Candidate:
 
 def search(question: Question) -> Plan:
     """The fastest plan of the family that fits with a twentieth to spare, or the smallest plan there is."""
+    if not trains(question.shapes.spec):
+        return _to_read(question)
     candidates = sorted(_candidates(question), key=lambda candidate: candidate.floor_s)
     best, best_s = smallest(question), float("inf")
     for candidate in candidates:
@@ -52,6 +55,22 @@ def search(question: Question) -> Plan:
         if step_s < best_s:
             best, best_s = candidate.plan, step_s
     return best
+
+
+def trains(spec: ModelSpec) -> bool:
+    """Whether any tensor is trained; if none is, the model is only read."""
+    return any(tensor.trainable for segment in spec.segments for tensor in segment.tensors)
+
+
+def _to_read(question: Question) -> Plan:
+    """As many weights in HBM as fit, in as few rounds as fit: text is written token by token; each needs all of them."""
+    for round_micro_batches in _round_sizes(question):
+        streamed = _streamed(question, round_micro_batches)
+        order = list(range(len(streamed.segments))) if question.machine.device == "cuda" else []
+        plan = _most(question, streamed, order, RESIDENT)
+        if plan is not None:
+            return plan
+    return smallest(question)
 
 
 def smallest(question: Question) -> Plan:
@@ -181,7 +200,6 @@ class _Floor:
         self._model = CostModel(work.shapes, work.rates, work.document_tokens, work.on_cpu)
         self._num_micro_batches = work.num_micro_batches
         self._work = work
-        self._trains = any(tensor.trainable for segment in work.shapes.spec.segments for tensor in segment.tensors)
 
     def __call__(self, plan: Plan) -> float:
         passes = [self._passes_s(segment) for segment in plan.segments]
@@ -202,7 +220,7 @@ class _Floor:
         travel = sum(weights[: max(0, len(weights) - plan.weight_slots)])
         grads = [sizes.gradient_bytes(shapes, s.name) for s in plan.blocks if s.trainable and s.grads == "pool"]
         sums = sum(grads) if len(grads) > plan.grad_slots else 0
-        h2d_bytes = num_rounds * (2 if self._trains else 1) * travel + (num_rounds - 1) * sums
+        h2d_bytes = num_rounds * 2 * travel + (num_rounds - 1) * sums
         d2h_bytes = num_rounds * sums
         both_s = (h2d_bytes + d2h_bytes) / rates.link_both_Bps
         return max(h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps, both_s)
@@ -215,9 +233,6 @@ class _Floor:
         sums_s = sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
         if segment.kind == "embed":
             return update_s, sums_s
-        if not self._trains:
-            kind = Kind.LOSS if segment.kind == "head" else Kind.FORWARD
-            return self._num_micro_batches * self._op_s(kind, segment, (), ()), 0.0
         if segment.kind == "head":
             return update_s, sums_s + self._num_micro_batches * self._op_s(Kind.HEAD, segment, (), grad)
         forward_s = self._op_s(Kind.FORWARD, segment, (), kept)

@@ -1,0 +1,100 @@
+"""Occupancy: bytes in use in each tier while a schedule runs. No torch.
+
+Homes are in use from the first moment to the last. A slot, an activation or a gradient is in use from the start of the
+op that gives it new content to the end of the last op that touches that content; working memory while its op runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megatrain.planner import sizes
+from megatrain.planner.account import Question, home_rows
+from megatrain.planner.costs import content_bytes
+from megatrain.schedule.ops import Kind, Op, Place, Schedule
+from megatrain.schedule.plan import Plan, Tier
+
+FLOW_POOLS = ("act", "dact", "kept")  # one for each micro-batch
+
+
+class Level(NamedTuple):
+    """From `time_s` on, `num_bytes` are in use."""
+
+    time_s: float
+    num_bytes: int
+
+
+def occupancy(
+    question: Question, plan: Plan, schedule: Schedule, times_s: Sequence[tuple[float, float]], per_visit: int = 1
+) -> Mapping[Tier, list[Level]]:
+    """Levels of every tier but the disk. `times_s`: (start, end) of each op. `per_visit`: micro-batches that one op
+    stands for."""
+    changes: dict[Tier, list[tuple[float, int]]] = {"hbm": [], "ram": []}
+    tier = question.machine_tier
+    resident = {segment.name for segment in plan.segments if segment.state == "hbm"}
+    for place, segment, start_s, end_s in _lives(schedule, times_s, resident):
+        count = per_visit if place.pool in FLOW_POOLS else 1
+        num_bytes = count * content_bytes(question.shapes, place, segment)
+        changes[tier] += [(start_s, num_bytes), (end_s, -num_bytes)]
+    working = {
+        Kind.BACKWARD: sizes.block_working_bytes(question.shapes),
+        Kind.HEAD: sizes.head_working_bytes(question.shapes),
+    }
+    for op, (start_s, end_s) in zip(schedule, times_s, strict=True):
+        if op.kind in working:
+            changes[tier] += [(start_s, working[op.kind]), (end_s, -working[op.kind])]
+    levels: dict[Tier, list[Level]] = {}
+    for name, home_bytes in _home_bytes(question, plan).items():
+        levels[name] = _levels(home_bytes, changes[name])
+    return levels
+
+
+def _home_bytes(question: Question, plan: Plan) -> dict[Tier, int]:
+    shapes, device = question.shapes, question.machine.device
+    resident = [segment.name for segment in plan.segments if segment.state == "hbm"]
+    homes = sum(sizes.weights_bytes(shapes, name) + sizes.state_bytes(shapes, name) for name in resident)
+    ram = sizes.PROGRAM_RAM_BYTES[device] + sum(row.num_bytes for row in home_rows(shapes, plan) if row.tier == "ram")
+    return {"ram": ram} if device == "cpu" else {"hbm": homes + sizes.CONTEXT_HBM_BYTES, "ram": ram}
+
+
+def _lives(
+    schedule: Schedule, times_s: Sequence[tuple[float, float]], resident: set[str]
+) -> Iterator[tuple[Place, str, float, float]]:
+    """(place, segment, start, end) of every content of a place that is no home."""
+    alive: dict[Place, tuple[str, float, float]] = {}
+    for op, (start_s, end_s) in zip(schedule, times_s, strict=True):
+        for place in dict.fromkeys((*op.reads, *op.writes)):
+            if _is_home(place, resident):
+                continue
+            if place in alive and not _renews(op, place):
+                segment, since_s, last_s = alive[place]
+                alive[place] = segment, since_s, max(last_s, end_s)
+                continue
+            if place in alive:
+                yield place, *alive[place]
+            # what is read before it is written was left by the program before
+            alive[place] = op.segment, start_s if _renews(op, place) else 0.0, end_s
+    for place, life in alive.items():
+        yield place, *life
+
+
+def _renews(op: Op, place: Place) -> bool:
+    return place in op.writes and place not in op.reads
+
+
+def _is_home(place: Place, resident: set[str]) -> bool:
+    if place.pool.startswith(("ram.", "hbm.", "disk.", "file")):
+        return True
+    return place.pool == "w" and place.key in resident
+
+
+def _levels(home_bytes: int, changes: list[tuple[float, int]]) -> list[Level]:
+    levels, num_bytes = [Level(0.0, home_bytes)], home_bytes
+    for time_s, change in sorted(changes):  # at one moment what ends goes first
+        num_bytes += change
+        if levels[-1].time_s == time_s:
+            levels[-1] = Level(time_s, num_bytes)
+        else:
+            levels.append(Level(time_s, num_bytes))
+    return levels

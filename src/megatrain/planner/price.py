@@ -1,0 +1,118 @@
+"""Price: what a run costs beside memory: seconds, bytes written, and what bounds them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from megatrain.models.flops import train_flops
+from megatrain.planner import sizes
+from megatrain.planner.account import Question, kept_checkpoints
+from megatrain.planner.costs import content_bytes
+from megatrain.planner.predict import Prediction, Workload, predict
+from megatrain.planner.table import gib
+from megatrain.schedule.build import build
+from megatrain.schedule.ops import Lane
+from megatrain.schedule.plan import Plan
+
+TB = 1e12
+
+
+@dataclass(frozen=True)
+class Price:
+    """`step_tokens`: of a full step. `num_steps`, and what follows from it, is None if only the data can say it."""
+
+    prediction: Prediction
+    rates_source: str
+    step_tokens: int
+    model_flops: int  # of a step
+    checkpoint_bytes: int
+    checkpoints: int  # on disk at one time, at most
+    step_written_bytes: int  # to the disk, by a step itself
+    num_steps: int | None
+    run_written_bytes: int | None  # to the disk, with all checkpoints
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.step_tokens / self.prediction.step_s
+
+    @property
+    def run_s(self) -> float | None:
+        return None if self.num_steps is None else self.num_steps * self.prediction.step_s
+
+    def lines(self) -> list[str]:
+        """The price as text."""
+        step_s = self.prediction.step_s
+        speed = f"{self.tokens_per_s:,.0f} tokens/s, {self.model_flops / step_s / 1e12:.0f} model TFLOP/s"
+        text = [
+            f"checkpoint: {gib(self.checkpoint_bytes)}, {self.checkpoints} on disk at the most",
+            f"step: {step_s:.3f} s, {speed}, simulated (rates: {self.rates_source})",
+        ]
+        for lane, busy_s in self.prediction.lanes_s.items():
+            if busy_s:
+                text.append(f"  {lane:<8}{busy_s:>9.3f} s busy  {busy_s / step_s:>4.0%}")
+        text.append(f"bound: {self.prediction.bound} ({self.prediction.bound_share:.0%} of the critical path)")
+        if self.step_written_bytes:
+            text.append(f"written to the disk by each step: {self.step_written_bytes / TB:.3f} TB")
+        if self.num_steps is None or self.run_s is None or self.run_written_bytes is None:
+            text.append("run: set max_steps to see its time and what it writes")
+        else:
+            long = timedelta(seconds=round(self.run_s))
+            text.append(f"run: {self.num_steps:,} steps, {long}; {self.run_written_bytes / TB:.2f} TB written to disk")
+        return text
+
+    def table(self) -> dict[str, object]:
+        """The price as JSON."""
+        critical = {f"{lane} {kind}": seconds for (lane, kind), seconds in self.prediction.critical_s.items()}
+        return {
+            "step_s": self.prediction.step_s,
+            "lanes_s": {str(lane): seconds for lane, seconds in self.prediction.lanes_s.items()},
+            "bound": self.prediction.bound,
+            "bound_share": self.prediction.bound_share,
+            "critical_path_s": critical,
+            "rates": self.rates_source,
+            "step_tokens": self.step_tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "model_flops": self.model_flops,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoints": self.checkpoints,
+            "step_written_bytes": self.step_written_bytes,
+            "num_steps": self.num_steps,
+            "run_s": self.run_s,
+            "run_written_bytes": self.run_written_bytes,
+        }
+
+
+def price_of(question: Question, plan: Plan) -> Price:
+    """The price of a plan."""
+    config, shapes = question.config, question.shapes
+    checkpoint_bytes = sizes.checkpoint_bytes(shapes)
+    saves = 0 if config.save_strategy == "no" or config.max_steps is None else -(-config.max_steps // config.save_steps)
+    step_written = step_written_bytes(question.work, plan)
+    model_bytes = 0 if saves else sum(sizes.weights_bytes(shapes, name) for name in shapes.layouts)
+    written = None
+    if config.max_steps is not None:
+        written = config.max_steps * step_written + saves * checkpoint_bytes + model_bytes
+    return Price(
+        prediction=predict(question.work, plan),
+        rates_source=question.work.rates.source,
+        step_tokens=config.train_batch_size * config.max_length,
+        model_flops=train_flops(shapes.spec, [config.max_length] * config.train_batch_size),
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoints=kept_checkpoints(question),
+        step_written_bytes=step_written,
+        num_steps=config.max_steps,
+        run_written_bytes=written,
+    )
+
+
+def step_written_bytes(work: Workload, plan: Plan) -> int:
+    """Bytes that one step writes to the disk, from its schedule."""
+    schedule = build(plan, "train", work.num_micro_batches, pending_update=True)
+    return sum(
+        content_bytes(work.shapes, place, op.segment)
+        for op in schedule
+        if op.lane is Lane.DISK
+        for place in op.writes
+        if place.pool.startswith("disk")
+    )
