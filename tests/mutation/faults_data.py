@@ -6,6 +6,9 @@ from tests.mutation.mutant import Mutant, of
 
 BATCHES = "tests/data/test_batches.py"
 CHECKPOINT = "tests/checkpoint/test_checkpoint.py"
+FAULTS = "tests/checkpoint/test_faults.py"
+RENDER = "tests/data/test_render.py"
+MIX = "tests/data/test_mix.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     *of(
@@ -46,6 +49,103 @@ MUTANTS: tuple[Mutant, ...] = (
             "resume repeats a step",
             "for step in range(run.start_step + 1, run.num_steps + 1):",
             "for step in range(run.start_step or 1, run.num_steps + 1):",
+        ),
+    ),
+    *of(
+        "checkpoint/commit.py",
+        CHECKPOINT,
+        (
+            "hashes are not compared",
+            "return hashlib.sha256(data).hexdigest() == blocks[index][1]",
+            "return bool(hashlib.sha256(data).hexdigest())",
+        ),
+        ("the oldest checkpoint wins", "return sorted(found, reverse=True)", "return sorted(found)"),
+        (
+            "one checkpoint less is kept",
+            "if whole >= self._keep and path != best:",
+            "if whole >= self._keep - 1 and path != best:",
+        ),
+        ("sizes are not compared", "if file_bytes != saved_bytes:", "if file_bytes < saved_bytes:"),
+    ),
+    *of(
+        "checkpoint/commit.py",
+        FAULTS,
+        (
+            "the folder's rename is not made durable",
+            "        files.rename(self.folder, self._final)\n        files.sync_folder(self._parent)\n",
+            "        files.rename(self.folder, self._final)\n",
+        ),
+        (
+            "renamed before the manifest is durable",
+            "        files.sync_folder(self.folder)\n        files.rename",
+            "        files.rename",
+        ),
+    ),
+    *of(
+        "checkpoint/fs.py",
+        FAULTS,
+        (
+            "files are not made durable",
+            "        files.fsync(fd)\n        drop_page_cache(fd)\n",
+            "        drop_page_cache(fd)\n",
+        ),
+        (
+            "a short read is taken for a whole one",
+            "        done_bytes += count\n",
+            "        done_bytes = data.nbytes\n",
+        ),
+    ),
+    *of(
+        "data/render.py",
+        RENDER,
+        ("BOS is doubled", "return ids[1:], trained[1:]\n", "return ids, trained\n"),
+        ("keep_end keeps the start", "slice(-self._max_length, None)", "slice(0, self._max_length)"),
+        (
+            "a turn's first token is not trained",
+            "first = bisect_right(offsets, start, key=lambda o: o[1])",
+            "first = 1 + bisect_right(offsets, start, key=lambda o: o[1])",
+        ),
+        (
+            "no end of sequence behind a document",
+            "            ids = np.concatenate(found)\n",
+            "            ids = np.concatenate(found)[:-1]\n",
+        ),
+        (
+            "turns of weight 0 are trained",
+            "        if weight == 0:\n            trained[start:end] = False",
+            "        if weight == 0:\n            trained[start:end] = True",
+        ),
+    ),
+    *of(
+        "data/mix.py",
+        MIX,
+        ("every epoch takes the same rows", "at, end = epoch * quota, (epoch + 1) * quota", "at, end = 0, quota"),
+        ("weights are ignored", "round(sum(num_rows) * weight / sum(weights))", "round(sum(num_rows) / len(weights))"),
+    ),
+    *of(
+        "train/loop.py",
+        "tests/train/test_run_folder.py tests/cli/test_verbs.py",
+        (
+            "the learning rate of the next step",
+            "hyper = hyper_of(config, schedule, step - 1)",
+            "hyper = hyper_of(config, schedule, step)",
+        ),
+        ("the data of the next step", "batch = run.data.step(step - 1)", "batch = run.data.step(step)"),
+        ("weight decay is lost", "weight_decay=config.weight_decay,", "weight_decay=0.0,"),
+        ("betas swapped in the loop", "beta1=config.adam_beta1,", "beta1=config.adam_beta2,"),
+    ),
+    *of(
+        "planner/sizes.py",
+        "tests/planner/test_planner.py",
+        (
+            "gradients of two bytes",
+            "return shapes.layouts[segment].num_trainable * 4\n",
+            "return shapes.layouts[segment].num_trainable * 2\n",
+        ),
+        (
+            "weight slots as small as the smallest block",
+            'f"w.{k}": max(pool) * compute_bytes',
+            'f"w.{k}": min(pool) * compute_bytes',
         ),
     ),
 )

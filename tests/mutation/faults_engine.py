@@ -7,6 +7,9 @@ from tests.mutation.mutant import Mutant, of
 ENGINE = "tests/engine/test_identity.py -k smollm2-fp32"
 ENGINE_BF16 = "tests/engine/test_identity.py -k smollm2-bf16"
 FAULTS = "tests/engine/test_identity.py -k non_finite"
+CHAOS = "tests/engine/test_identity.py -k chaos_changes_no_bit"
+KEPT = "tests/engine/test_identity.py -k smollm2-kept"
+STREAMED_STATE = "tests/engine/test_identity.py -k smollm2-state"
 
 MUTANTS: tuple[Mutant, ...] = (
     *of(
@@ -89,6 +92,105 @@ MUTANTS: tuple[Mutant, ...] = (
             "only the first span is updated",
             "for span in layout.spans:\n            cut = slice(span.start, span.stop)\n            wn",
             "for span in layout.spans[:1]:\n            cut = slice(span.start, span.stop)\n            wn",
+        ),
+    ),
+    *of(
+        "engine/executor.py",
+        "tests/engine/test_executor.py tests/engine/test_cancel.py",
+        (
+            "a lane goes on when what it waited for has failed",
+            "                if run.error is not None:\n                    return\n",
+            "",
+        ),
+        (
+            "a failed lane leaves the others waiting",
+            "            token.issued.set()\n\n    def lane_finished",
+            "            token.issued.clear()\n\n    def lane_finished",
+        ),
+        (
+            "errors of a lane are swallowed",
+            "if run.error is not None:\n            raise run.error",
+            "if False:\n            raise run.error",
+        ),
+        ("done before the other lanes are", "        run.done.wait()\n", ""),
+    ),
+    *of(
+        "engine/handlers.py",
+        KEPT,
+        (
+            "all micro-batches keep one graph",
+            "self.step.kept.pop((op.segment, m), None)",
+            "self.step.kept.get((op.segment, 0))",
+        ),
+    ),
+    *of(
+        "engine/handlers.py",
+        STREAMED_STATE,
+        (
+            "updated weights stay in their slot",
+            'copy_in_pieces(self.store.flat(op.segment, "w"), self.places.flat(op.reads[1], op.segment))',
+            "pass",
+        ),
+        ("state does not travel", "            copy_in_pieces(target, source[kind])", "            pass"),
+    ),
+    *of(
+        "engine/places.py",
+        "tests/engine/test_places.py tests/engine/test_identity.py -k (places)or(smollm2-three)",
+        ("views are those of another segment", "key = (place, segment)", 'key = (place, "")'),
+    ),
+    *of(
+        "engine/scalars.py",
+        "tests/engine/test_identity.py -k (evaluation)or(smollm2-fp32)",
+        (
+            "numbers by name get mixed up",
+            "parts = [self._values[name] for name in names]",
+            "parts = [self._values[name] for name in sorted(names)]",
+        ),
+    ),
+    *of(
+        "engine/lend.py",
+        "tests/engine/test_lend.py",
+        ("the next block overwrites the one lent", "self._fetch(following, 1 - slot)", "self._fetch(following, slot)"),
+        (
+            "a block is fetched to where another lies",
+            "            self._fetch(name, 0)\n        slot",
+            "            self._fetch(following, 0)\n        slot",
+        ),
+    ),
+    *of(
+        "engine/chaos.py",
+        "tests/engine/test_executor.py tests/engine/test_chaos.py -k (last_read)or(poison)or(played_again)",
+        ("one set of dice for all lanes", 'random.Random(f"{self._seed} {lane}")', "random.Random(self._seed)"),
+        (
+            "chaos poisons what two lanes still read",
+            "len({op.lane for op in readers[place]}) == 1",
+            "len({op.lane for op in readers[place]}) >= 1",
+        ),
+        ("chaos never poisons", "found[id(readers[place][-1])].append(place)", "pass"),
+    ),
+    *of(
+        "store/master.py",
+        "tests/store/test_store.py",
+        ("hi of a tie towards zero", "upper = (bits + 0x8000) >> 16", "upper = (bits + 0x7FFF) >> 16"),
+        (
+            "a NaN master rounds to Inf",
+            "upper = torch.where(nan, (bits >> 16) | 0x40, upper)",
+            "upper = torch.where(nan, bits >> 16, upper)",
+        ),
+    ),
+    *of(
+        "memory/disk.py",
+        "tests/memory/test_disk.py",
+        ("extents overlap", "self.num_bytes += padded(size_bytes)", "self.num_bytes += size_bytes // 2"),
+        ("what was never written is what lay there", "np.frombuffer(piece.buffer, dtype=np.uint8).fill(0)", "pass"),
+    ),
+    *of(
+        "store/disk.py",
+        "tests/store/test_disk_store.py",
+        (
+            "landing slots share their place",
+            "return self._offsets[kind] + slot * self._slot_bytes[kind]",
+            "return self._offsets[kind]",
         ),
     ),
 )

@@ -16,7 +16,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(
         "models/loss.py",
-        ENGINE,
+        "tests/models/test_loss.py",
         (
             "only the last chunk's gradient counts",
             "            view.add_(gradient)",
@@ -59,5 +59,43 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("no soft-cap in the backward", "ds_GRBS.mul_(slope_GRBS)", "pass"),
         ("delta left out", ".sub_(delta_GRN1[:, :, rows])", ""),
+    ),
+    *of(
+        "models/neftune.py",
+        "tests/models/test_neftune.py tests/engine/test_neftune.py",
+        (
+            "every step has the same noise",
+            "key = key_of(seed, step, micro_batch)",
+            "key = key_of(seed, 0, micro_batch)",
+        ),
+        (
+            "noise of the pack's length, not the document's",
+            "(lengths_T.double() * hidden_size)",
+            "(torch.full_like(lengths_T, len(lengths_T)).double() * hidden_size)",
+        ),
+    ),
+    *of(
+        "models/router.py",
+        "tests/models/test_router_loss.py -k (formula)or(label)",
+        (
+            "tokens without labels count for the router",
+            "(before_T[stop_T] > before_T[first_T]).float()",
+            "(before_T[stop_T] >= before_T[first_T]).float()",
+        ),
+        (
+            "router loss without the number of experts",
+            "balanced = balance.num_experts * torch.sum",
+            "balanced = torch.sum",
+        ),
+    ),
+    *of(
+        "models/dice.py",
+        "tests/models/test_dropout.py",
+        ("dice are not thrown again", "        torch.manual_seed(key)\n", ""),
+    ),
+    *of(
+        "models/grad.py",
+        "tests/engine/test_identity.py -k smollm2-kept",
+        ("a view of a weight is found at its start", "offset = (start - first) // saved.element_size()", "offset = 0"),
     ),
 )

@@ -6,6 +6,7 @@ from tests.mutation.mutant import Mutant, of
 
 SCHEDULE = "tests/schedule/test_build.py tests/schedule/test_check.py"
 NORM = "tests/optim/test_norm.py"
+CHECKER = "tests/schedule/test_mutants.py tests/schedule/test_check.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     *of(
@@ -57,5 +58,26 @@ MUTANTS: tuple[Mutant, ...] = (
             "range(start, max(start + 1, stop - 1)) for start, stop in pairwise(edges)",
         ),
         ("the embedding gets no backward", "if self.lowest == 0:", "if False:"),
+    ),
+    *of(
+        "schedule/check.py",
+        CHECKER,
+        (
+            "the checker trusts what is read",
+            '        if held.get(place) != content:\n            raise Fault(f"reads',
+            '        if False:\n            raise Fault(f"reads',
+        ),
+        ("the checker forgets earlier readers", "earlier += self._readers.get(place, {}).values()", "earlier += []"),
+        ("the checker lets races pass", "if clock.get(lane, 0) <= turn:", "if clock.get(lane, 0) < turn:"),
+        ("the checker allows any slot", "if place not in allowed:", "if place not in allowed and not allowed:"),
+    ),
+    *of(
+        "schedule/liveness.py",
+        "tests/schedule tests/engine/test_identity.py -k (dead)or(peak)or(layer_calls)",
+        (
+            "dead at the first use",
+            "                last[place] = index",
+            "                last.setdefault(place, index)",
+        ),
     ),
 )

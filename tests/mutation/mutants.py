@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.mutation import faults_data, faults_engine, faults_models, faults_optim, faults_schedule
+from tests.mutation import faults_data, faults_engine, faults_gpu, faults_models, faults_optim, faults_schedule
 from tests.mutation.mutant import Device, Mutant
 
 __all__ = ["MUTANTS", "Device", "Mutant", "more_tests", "stale"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     mutant
-    for faults in (faults_schedule, faults_engine, faults_optim, faults_models, faults_data)
+    for faults in (faults_schedule, faults_engine, faults_optim, faults_models, faults_data, faults_gpu)
     for mutant in faults.MUTANTS
 )
 

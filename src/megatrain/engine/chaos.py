@@ -17,7 +17,7 @@ from megatrain.engine.executor import Handler
 from megatrain.engine.lanes import ChaosLane, LaneDevice, StreamLane, lane_devices
 from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 
-SLOT_POOLS = ("w", "g", "s", "act", "dact")
+SLOT_POOLS = ("w", "g", "s", "act", "dact", "land.w", "land.state")
 
 
 def last_reads(schedule: Schedule) -> dict[int, tuple[Place, ...]]:
@@ -49,13 +49,18 @@ class Chaos:
     """Seeded delays on every lane, and poison in every slot after its last read. One object serves one engine."""
 
     def __init__(self, seed: int, max_delay_s: float = 0.002) -> None:
-        self._random = random.Random(seed)
+        self._seed = seed
         self._max_delay_s = max_delay_s
         self._last_reads: Mapping[int, tuple[Place, ...]] = {}
 
     def lanes(self, device: torch.device) -> dict[Lane, LaneDevice]:
         """The lanes of `device`, each op of which may start late."""
-        return {lane: ChaosLane(inner, self._delay(inner)) for lane, inner in lane_devices(device).items()}
+        # Dice of its own for each lane: with one set for all, the order of threads would decide who gets which delay,
+        # and a seed could not be played again.
+        return {
+            lane: ChaosLane(inner, self._delay(inner, random.Random(f"{self._seed} {lane}")))
+            for lane, inner in lane_devices(device).items()
+        }
 
     def begin(self, schedule: Schedule) -> None:
         """Called before each program."""
@@ -73,11 +78,11 @@ class Chaos:
 
         return run
 
-    def _delay(self, lane: LaneDevice) -> Callable[[], None]:
+    def _delay(self, lane: LaneDevice, dice: random.Random) -> Callable[[], None]:
         def late_host() -> None:
-            time.sleep(self._random.random() * self._max_delay_s)
+            time.sleep(dice.random() * self._max_delay_s)
 
         def late_stream() -> None:
-            torch.cuda._sleep(int(self._random.random() * self._max_delay_s * 1.5e9))  # about 1.5 GHz
+            torch.cuda._sleep(int(dice.random() * self._max_delay_s * 1.5e9))  # about 1.5 GHz
 
         return late_stream if isinstance(lane, StreamLane) else late_host

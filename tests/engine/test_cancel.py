@@ -1,0 +1,82 @@
+"""A step that breaks or is interrupted, at every op of a whole step: it ends, it says why, nothing runs on bad data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatrain.engine.executor import Executor
+from megatrain.engine.lanes import lane_devices
+from megatrain.schedule import Kind, Lane, Op, Plan, Schedule
+from tests.schedule.plans import DEVICE, RESIDENT, STREAMED, plan_of, runs_of
+
+PLANS = {
+    "tied, frozen between": plan_of([STREAMED] * 3, tied=True, frozen=["L001"]),
+    "three homes, two rounds": plan_of([STREAMED, DEVICE, RESIDENT], embed=DEVICE, tied=True, round_micro_batches=1),
+}
+
+
+class Broken(BaseException):
+    """Not an Exception: what Ctrl-C and a dying worker raise is caught by no accident."""
+
+
+def depending(schedule: Schedule, index: int) -> set[int]:
+    """Ops that may only start once op `index` is done: by lane order and by waits."""
+    found = {index}
+    for later in range(index + 1, len(schedule)):
+        op = schedule[later]
+        records = {schedule[i].records for i in found} - {None}
+        if any(schedule[i].lane == op.lane for i in found) or records & set(op.waits):
+            found.add(later)
+    return found - {index}
+
+
+def broken_at(schedule: Schedule, index: int) -> set[int]:
+    """The ops that had run when `run` came back with the error of op `index`."""
+    number = {id(op): i for i, op in enumerate(schedule)}
+    done: set[int] = set()
+
+    def handle(op: Op) -> None:
+        if number[id(op)] == index:
+            raise Broken(index)
+        done.add(number[id(op)])
+
+    executor = Executor(lane_devices(torch.device("cpu")), dict.fromkeys(Kind, handle))
+    try:
+        with pytest.raises(Broken) as error:
+            executor.run(schedule)
+        assert error.value.args == (index,)
+    finally:
+        executor.close()
+    return done
+
+
+def schedules(plan: Plan) -> Iterator[Schedule]:
+    for run in runs_of(plan, ["train", "train", "save"])[1:]:
+        yield run.schedule
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_break_at_any_op_ends_the_program_and_runs_nothing_behind_it(plan: Plan) -> None:
+    before = set(threading.enumerate())
+    num_behind = 0
+    for schedule in schedules(plan):
+        for index in range(len(schedule)):
+            behind = depending(schedule, index)
+            num_behind += len(behind)
+            ran = broken_at(schedule, index)
+            assert not ran & behind, f"{schedule[index]} broke, yet {[schedule[i] for i in sorted(ran & behind)]} ran"
+    assert num_behind > 500
+    assert set(threading.enumerate()) == before
+
+
+def test_what_depends_on_an_op_is_found() -> None:
+    (schedule, _) = schedules(PLANS["tied, frozen between"])
+    clip = next(i for i, op in enumerate(schedule) if op.kind == Kind.CLIP)
+    first = next(i for i, op in enumerate(schedule) if op.lane == Lane.COMPUTE)
+    assert clip in depending(schedule, first)
+    assert depending(schedule, clip) == set()

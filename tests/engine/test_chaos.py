@@ -1,0 +1,183 @@
+"""Chaos: random placements, programs and delays, poisoned memory; the plain loop's bits, whatever the seed.
+
+A seed decides everything. To play one again: MEGATRAIN_CHAOS_SEEDS=417 pytest tests/engine/test_chaos.py
+(several: 400-499).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.engine.chaos import Chaos
+from megatrain.models.batch import TokenBatch
+from megatrain.models.spec_of import model_spec
+from megatrain.optim import AdamW, spec
+from megatrain.schedule import Lane
+from tests import reference
+from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
+from tests.families import tiny_batch, tiny_config, tiny_masters
+
+TOKENS, STEPS = 24, 3
+POISON = 95  # a token whose embedding is Inf: a step that reads it is not finite
+HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(STEPS)]
+MODELS = {  # name -> (family, patterns of frozen tensors, the step that is not finite)
+    "tied": ("smollm2", (), None),
+    "tied, windows, norms everywhere": ("gemma3", (), None),
+    "biases, a frozen block": ("qwen2", (r"layers\.1\.", r"k_proj\.bias"), None),
+    "a step to skip": ("llama", (), 1),
+    "a step to skip, frozen embedding": ("mistral", ("embed_tokens",), 1),
+}
+NUM_FAST, NUM_SLOW, PER_TEST = 24, 1200, 100
+
+
+@dataclass(frozen=True)
+class Story:
+    """What one seed tells."""
+
+    model: str
+    precision: str
+    placement: Placement
+    between: tuple[str, ...]  # what happens after each step
+    max_delay_s: float
+
+
+def story(seed: int) -> Story:
+    """The placement, the programs and the delays of `seed`."""
+    dice = random.Random(seed)
+    model = dice.choice(list(MODELS))
+    names = [s.name for s in model_spec(tiny_config(MODELS[model][0])).segments]
+
+    def some(share: float) -> frozenset[str]:
+        return frozenset(name for name in names if dice.random() < share)
+
+    resident = some(dice.choice([0, 0, 0.3, 1]))
+    placement = Placement(
+        weight_slots=dice.randint(2, 4),
+        grad_slots=dice.randint(1, 3),
+        round_micro_batches=dice.randint(1, 5),
+        keep=dice.random() < 0.5,
+        resident=resident,
+        streamed=some(dice.choice([0, 0.4, 1])) - resident,
+        own=some(0.2),
+        threads=dice.randint(1, 2),
+    )
+    between = tuple(dice.choice(["", "", "evaluate", "flush", "save"]) for _ in range(STEPS))
+    return Story(model, dice.choice(["fp32", "bf16"]), placement, between, dice.choice([0.0001, 0.0004, 0.001]))
+
+
+@functools.cache
+def setting(model: str) -> tuple[dict[str, np.ndarray], list[list[TokenBatch]]]:
+    """(masters, steps of 4 micro-batches) of a model."""
+    family, freeze, bad_step = MODELS[model]
+    masters = tiny_masters(model_spec(tiny_config(family)))
+    if freeze:  # a frozen tensor has no `lo`: in bf16 it is what it is rounded to
+        masters = {name: spec.join(spec.split(w)[0], np.int16(0)) for name, w in masters.items()}
+    cuts = [(11, 13), (24,), (5, 9, 10), (1, 23)]
+    steps = [[tiny_batch(cut, seed=10 * s + i, vocab_size=POISON) for i, cut in enumerate(cuts)] for s in range(STEPS)]
+    if bad_step is not None:
+        masters["model.embed_tokens.weight"][POISON] = np.inf
+        steps[bad_step][2].input_ids_T[7] = POISON
+    return masters, steps
+
+
+@functools.cache
+def plain(model: str, precision: str) -> reference.Result:
+    family, freeze, bad_step = MODELS[model]
+    masters, steps = setting(model)
+    result = reference.train(
+        tiny_config(family), masters, steps, HYPERS, precision=precision, max_grad_norm=1.0, chunk_tokens=CHUNK_TOKENS,
+        freeze=freeze,
+    )  # fmt: skip
+    finite = [np.isfinite(norm) for norm in result.grad_norms]
+    assert finite == [step != bad_step for step in range(STEPS)]
+    return result
+
+
+def told(seed: int) -> list[str]:
+    """What is other than in the plain loop when `seed` is played; empty: nothing."""
+    tale = story(seed)
+    family, freeze, bad_step = MODELS[tale.model]
+    masters, steps = setting(tale.model)
+    want = plain(tale.model, tale.precision)
+    chaos = Chaos(seed, max_delay_s=tale.max_delay_s)
+    run = Streamed(
+        tiny_config(family), masters, TOKENS, precision=tale.precision, placement=tale.placement, chaos=chaos,
+        freeze=freeze,
+    )  # fmt: skip
+    found = []
+    try:
+        for step, then in enumerate(tale.between):
+            (result,) = run.train(steps[step : step + 1], HYPERS[step : step + 1])
+            same = np.array_equal([result.loss, result.grad_norm], [want.losses[step], want.grad_norms[step]], True)
+            found += [] if same else [f"loss or norm of step {step}"]
+            found += [] if result.applied == (step != bad_step) else [f"applied of step {step}"]
+            {
+                "": lambda: None,
+                "evaluate": lambda: run.engine.evaluate(steps[0]),
+                "flush": run.engine.flush,
+                "save": lambda: run.engine.save(lambda _: None),
+            }[then]()
+        return found + same_bytes(run.state(), want.state)
+    finally:
+        run.close()
+
+
+def told_all(seeds: range) -> None:
+    for seed in seeds:
+        found = told(seed)
+        assert not found, f"{found[:5]}\nreplay: MEGATRAIN_CHAOS_SEEDS={seed} pytest {__file__}\n{story(seed)}"
+
+
+def asked_for() -> range:
+    first, _, last = os.environ.get("MEGATRAIN_CHAOS_SEEDS", "").partition("-")
+    return range(int(first), int(last or first) + 1) if first else range(0)
+
+
+@pytest.mark.skipif(not asked_for(), reason="plays MEGATRAIN_CHAOS_SEEDS again")
+def test_replay() -> None:
+    told_all(asked_for())
+
+
+@pytest.mark.skipif(bool(asked_for()), reason="MEGATRAIN_CHAOS_SEEDS is played instead")
+def test_any_story_ends_with_the_plain_loops_bits() -> None:
+    told_all(range(NUM_FAST))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(asked_for()), reason="MEGATRAIN_CHAOS_SEEDS is played instead")
+@pytest.mark.parametrize("first", range(NUM_FAST, NUM_FAST + NUM_SLOW, PER_TEST))
+def test_a_thousand_stories(first: int) -> None:
+    told_all(range(first, first + PER_TEST))
+
+
+def test_stories_differ_and_cover_what_they_should() -> None:
+    tales = [story(seed) for seed in range(NUM_FAST)]
+    assert {tale.model for tale in tales} == set(MODELS)
+    assert {tale.precision for tale in tales} == {"fp32", "bf16"}
+    assert {then for tale in tales for then in tale.between} == {"", "evaluate", "flush", "save"}
+    assert any(tale.placement.streamed and tale.placement.resident for tale in tales)
+    assert len({replace(tale.placement, threads=1) for tale in tales}) > NUM_FAST // 2
+
+
+def test_a_seed_can_be_played_again_whatever_the_order_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def delays(order: list[Lane]) -> dict[Lane, list[float]]:
+        lanes, found = Chaos(7).lanes(torch.device("cpu")), {}
+        for lane in order:
+            lanes[lane].mark()
+            found.setdefault(lane, []).append(slept.pop())
+        return found
+
+    first = delays([Lane.HOST, Lane.H2D, Lane.HOST, Lane.H2D])
+    assert first == delays([Lane.H2D, Lane.H2D, Lane.HOST, Lane.HOST])
+    assert first[Lane.HOST] != first[Lane.H2D]
