@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from transformers import PreTrainedConfig
 from megatrain.engine import Engine, Numerics, StepResult
 from megatrain.engine.chaos import Chaos
 from megatrain.models.batch import TokenBatch
-from megatrain.models.layout import embedding_of, layout_of
+from megatrain.models.layout import Entry, embedding_of, layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
@@ -34,6 +36,9 @@ class Placement:
     streamed: frozenset[str] = frozenset()  # segments whose state lives in RAM and is updated on the device
     own: frozenset[str] = frozenset()  # blocks with a weight and gradient slot of their own, state in RAM
     threads: int = 1
+    state_on_disk: frozenset[str] = frozenset()
+    weights_on_disk: frozenset[str] = frozenset()
+    disk_slots: int = 2
 
 
 TWO_SLOTS = Placement()
@@ -50,6 +55,10 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         plan = SegmentPlan(name, kind, trainable, activations="keep" if keep else "recompute")
         if own:
             plan = replace(plan, weights="own", grads="own", update="device" if streamed else "home")
+        if name in placement.weights_on_disk:
+            plan = replace(plan, weights_home="disk")
+        if name in placement.state_on_disk and trainable:
+            plan = replace(plan, state="disk")
         return replace(plan, state="hbm") if at_home else plan
 
     segments = tuple(segment(s.name, s.kind, any(t.trainable for t in s.tensors)) for s in spec.segments)
@@ -60,6 +69,7 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         placement.grad_slots,
         placement.round_micro_batches,
         embedding_of(spec).trainable,
+        placement.disk_slots,
     )
 
 
@@ -89,11 +99,13 @@ class Streamed:
             self.template.compile_blocks()
         spec = self.template.spec
         plan = make_plan(spec, placement)
-        self.store = SegmentStore([layout_of(s) for s in spec.segments], precision, plan, self.device)
+        folder = Path(tempfile.gettempdir())
+        self.store = SegmentStore([layout_of(s) for s in spec.segments], precision, plan, self.device, folder)
         for name, layout in self.store.layouts.items():
-            for entry in layout.entries:
-                values = torch.from_numpy(np.array(masters[entry.tensor.name], dtype=np.float32)).flatten()
-                self.store.set_master(name, entry, values)
+            with self.store.visit(name, write=True):
+                for entry in layout.entries:
+                    values = torch.from_numpy(np.array(masters[entry.tensor.name], dtype=np.float32)).flatten()
+                    self.store.set_master(name, entry, values)
         numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing, *(neftune or (None, 0)))
         self.engine = Engine(
             self.template, self.store, plan, numerics, self.device, optimizer_threads=placement.threads, chaos=chaos
@@ -112,15 +124,18 @@ class Streamed:
         self.engine.flush()
         found = {}
         for name, layout in self.store.layouts.items():
-            for entry in layout.entries:
-                shape, cut = entry.tensor.shape, slice(entry.offset, entry.stop)
-                w = self.store.master(name, entry).numpy().reshape(shape).copy()
-                if entry.tensor.trainable:
-                    m, v = (self.store.flat(name, kind)[cut].cpu().numpy().reshape(shape).copy() for kind in ("m", "v"))
-                else:
-                    m, v = np.zeros_like(w), np.zeros_like(w)
-                found[entry.tensor.name] = (w, m, v)
+            with self.store.visit(name):
+                for entry in layout.entries:
+                    found[entry.tensor.name] = self._master_m_v(name, entry)
         return found
+
+    def _master_m_v(self, segment: str, entry: Entry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        shape, cut = entry.tensor.shape, slice(entry.offset, entry.stop)
+        w = self.store.master(segment, entry).numpy().reshape(shape).copy()
+        if not entry.tensor.trainable:
+            return w, np.zeros_like(w), np.zeros_like(w)
+        m, v = (self.store.flat(segment, kind)[cut].cpu().numpy().reshape(shape).copy() for kind in ("m", "v"))
+        return w, m, v
 
     def close(self) -> None:
         """Stop the lanes, give the memory back."""

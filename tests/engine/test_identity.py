@@ -17,6 +17,7 @@ from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
 TOKENS = 40
 HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(3)]
 TWO_SLOTS = Placement()
+ALL = frozenset({"EMBED", "L000", "L001", "L002", "L003", "HEAD"})
 PLACEMENTS = {
     "two slots": TWO_SLOTS,
     "four slots, one gradient slot": Placement(weight_slots=4, grad_slots=1),
@@ -37,6 +38,22 @@ PLACEMENTS = {
     "two threads": Placement(threads=2),
 }
 
+DISK = {
+    "all on disk": Placement(state_on_disk=ALL, weights_on_disk=ALL),
+    "all on disk, one landing slot, rounds": Placement(
+        state_on_disk=ALL, weights_on_disk=ALL, disk_slots=1, round_micro_batches=2, keep=True
+    ),
+    "here and there on disk": Placement(
+        state_on_disk=frozenset({"L000", "L002", "HEAD"}),
+        weights_on_disk=frozenset({"EMBED", "L000", "L001"}),
+        resident=frozenset({"L003"}),
+        disk_slots=3,
+    ),
+    "on disk behind state streamed": Placement(
+        state_on_disk=frozenset({"L001", "L002"}), streamed=frozenset({"EMBED", "L000"}), weight_slots=3
+    ),
+}
+PLACEMENTS |= DISK
 STREAMED_STATE = [name for name in PLACEMENTS if name.startswith("state streamed")]
 
 
@@ -91,7 +108,7 @@ def test_no_placement_changes_a_bit(family, placement, plain):
     assert same_bytes(state, plain(family, "fp32").state) == []
 
 
-@pytest.mark.parametrize("placement", ["three rounds", "everything at home", *STREAMED_STATE])
+@pytest.mark.parametrize("placement", ["three rounds", "everything at home", *STREAMED_STATE, *DISK])
 def test_no_placement_changes_a_bit_in_bf16(placement, plain):
     _, state = streamed("smollm2", "bf16", _fitting("smollm2", PLACEMENTS[placement]))
     assert same_bytes(state, plain("smollm2", "bf16").state) == []
@@ -99,20 +116,21 @@ def test_no_placement_changes_a_bit_in_bf16(placement, plain):
 
 def _fitting(family: str, placement: Placement) -> Placement:
     names = {segment.name for segment in model_spec(tiny_config(family)).segments}
-    fitting = {field: getattr(placement, field) & names for field in ("resident", "streamed", "own")}
+    fields = ("resident", "streamed", "own", "state_on_disk", "weights_on_disk")
+    fitting = {field: getattr(placement, field) & names for field in fields}
     return replace(placement, **fitting)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_chaos_changes_no_bit(seed, plain):
     placements = [TWO_SLOTS, Placement(round_micro_batches=2), Placement(keep=True, weight_slots=3)]
-    placements += [_fitting("gemma3", PLACEMENTS[name]) for name in STREAMED_STATE]
+    placements += [_fitting("gemma3", PLACEMENTS[name]) for name in (*STREAMED_STATE, *DISK)]
     placement = placements[seed % len(placements)]
     _, state = streamed("gemma3", "fp32", placement, Chaos(seed, max_delay_s=0.001))
     assert same_bytes(state, plain("gemma3", "fp32").state) == []
 
 
-@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1]])
+@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1], "here and there on disk"])
 def test_evaluation_between_steps_changes_nothing_and_sees_the_update(placement):
     config = tiny_config("qwen3")
     masters = tiny_masters(model_spec(config))
@@ -130,7 +148,7 @@ def test_evaluation_between_steps_changes_nothing_and_sees_the_update(placement)
         run.close()
 
 
-@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1]])
+@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1], "here and there on disk", "all on disk"])
 def test_a_save_finds_every_home_final(placement):
     """What is written is what a flush would leave: state that was updated on the device is back in RAM by then."""
     config = tiny_config("qwen3")
@@ -146,7 +164,8 @@ def test_a_save_finds_every_home_final(placement):
 
     run.engine.save(write)
     for (segment, kind), flat in written.items():
-        assert flat.equal(run.store.flat(segment, kind)), (segment, kind)
+        with run.store.visit(segment):
+            assert flat.equal(run.store.flat(segment, kind)), (segment, kind)
     other = Streamed(config, masters, TOKENS, precision="bf16")
     other.train(batches()[:2], HYPERS[:2])
     assert same_bytes(run.state(), other.state()) == []
@@ -188,7 +207,7 @@ def test_an_evaluation_in_rounds_is_the_sum_of_its_micro_batches():
     run.close()
 
 
-@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1]])
+@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1], "here and there on disk"])
 def test_a_non_finite_step_applies_nothing(placement):
     config = tiny_config("llama")
     masters = tiny_masters(model_spec(config))

@@ -42,7 +42,7 @@ def test_state_at_home_and_in_its_slot_are_two_memories_of_one_form(precision, k
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     store = SegmentStore(list(LAYOUTS.values()), precision, plan, torch.device("cpu"))
     places = Places(SPEC, plan, store, torch.device("cpu"), dtype, 8)
-    home, slot = places.state(Place("ram.state", "L000")), places.state(Place("s", "L000"))
+    home, slot = (places.state(Place(pool, "L000"), "L000") for pool in ("ram.state", "s"))
     assert list(home) == list(slot) == kinds
     places.poison(Place("s", "L000"))
     for kind in kinds:

@@ -107,12 +107,21 @@ class Handlers:
             Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
             Kind.STORE: self.store_back,
+            Kind.LOAD: self.load,
+            Kind.LOAD_STATE: self.load,
+            Kind.SPILL: self.spill,
             Kind.SAVE: self.save,
         }
 
     # --- travel ------------------------------------------------------------------------------------------------
     def fetch(self, op: Op) -> None:
-        copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.store.flat(op.segment, "w"))
+        copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.places.flat(op.reads[0], op.segment))
+
+    def load(self, op: Op) -> None:
+        self.store.load(op.segment, self.places.landing_slots(op.writes))
+
+    def spill(self, op: Op) -> None:
+        self.store.spill(op.segment, self.places.landing_slots(op.reads))
 
     def fetch_state(self, op: Op) -> None:
         self._copy_state(op)
@@ -122,8 +131,8 @@ class Handlers:
         copy_in_pieces(self.store.flat(op.segment, "w"), self.places.flat(op.reads[1], op.segment))
 
     def _copy_state(self, op: Op) -> None:
-        source = self.places.state(op.reads[0])
-        for kind, target in self.places.state(op.writes[0]).items():
+        source = self.places.state(op.reads[0], op.segment)
+        for kind, target in self.places.state(op.writes[0], op.segment).items():
             copy_in_pieces(target, source[kind])
 
     def fetch_grad(self, op: Op) -> None:
@@ -262,16 +271,17 @@ class Handlers:
             return
         layout = self.store.layouts[op.segment]
         gradient, _, state_place, weights = op.reads
-        state = self.places.state(state_place)
+        state, w = self.places.state(state_place, op.segment), self.places.flat(weights, op.segment)
         if gradient.pool == "g":
-            rule, w, g = self.device_rule, self.places.flat(weights, op.segment), self.places.flat(gradient, op.segment)
+            rule, g = self.device_rule, self.places.flat(gradient, op.segment)
         else:
-            rule, w, g = self.host_rule, self.store.flat(op.segment, "w"), self.store.flat(op.segment, "grad")
+            rule, g = self.host_rule, self.store.flat(op.segment, "grad")
         rule.update(layout, w, state.get("lo"), state["m"], state["v"], g, self.cell.scalars)
 
     def save(self, op: Op) -> None:
         assert self.step.write_segment is not None
-        self.step.write_segment(op.segment)
+        with self.store.at(op.segment, self.places.landing_slots(op.reads)):
+            self.step.write_segment(op.segment)
 
 
 def _one(places: Sequence[Place], pool: str) -> Place:

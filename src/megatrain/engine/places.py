@@ -5,6 +5,8 @@ Legend: T tokens of a micro-batch, D hidden size, M micro-batches of a round, L 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,22 +43,37 @@ class Places:
         self._views: dict[tuple[Place, str], dict[str, Tensor]] = {}
 
     def flat(self, place: Place, segment: str) -> Tensor:
-        """The flat weights ("w") or gradient ("g") buffer at `place`, cut to the size of `segment`."""
+        """The flat weights (w, ram.w, land.w) or gradient (g) buffer at `place`, cut to the size of `segment`."""
         layout = self._store.layouts[segment]
         if place.pool == "w":
             if place.key in self._resident:
                 return self._store.flat(segment, "w")
             return self.arena.view(str(place), layout.num_elements, self._dtype)
+        if place.pool == "ram.w":
+            return self._store.flat(segment, "w")
+        if place.pool == "land.w":
+            return self._store.landing(segment, "w", int(place.key))
         assert place.pool == "g", place
         return self.arena.view(str(place), layout.num_trainable, torch.float32)
 
-    def state(self, place: Place) -> dict[str, Tensor]:
-        """Kind -> flat buffer of lo (bf16 only), m and v at `place`: the home of a segment's state, or its own slot."""
-        segment = str(place.key)
+    def state(self, place: Place, segment: str) -> dict[str, Tensor]:
+        """Kind -> flat buffer of lo (bf16 only), m and v of `segment` at `place`: home, own slot or landing slot."""
+        if place.pool == "land.state":
+            return {kind: self._store.landing(segment, kind, int(place.key)) for kind in self._state_kinds}
         homes = {kind: self._store.flat(segment, kind) for kind in self._state_kinds}
         if place.pool != "s":
             return homes
         return {kind: self.arena.view(f"{place}.{kind}", home.numel(), home.dtype) for kind, home in homes.items()}
+
+    def landing_slots(self, places: Sequence[Place]) -> dict[str, int]:
+        """Kind -> landing slot, of those of `places` that are landing slots."""
+        slots = {}
+        for place in places:
+            if place.pool == "land.w":
+                slots["w"] = int(place.key)
+            elif place.pool == "land.state":
+                slots |= dict.fromkeys(self._state_kinds, int(place.key))
+        return slots
 
     def views(self, place: Place, segment: str) -> dict[str, Tensor]:
         """Local name -> view of `segment`'s tensors at `place`."""
@@ -79,6 +96,10 @@ class Places:
 
     def poison(self, place: Place) -> None:
         """For tests: fill a slot nobody will read again with NaN. Homes in HBM (state "hbm") are left alone."""
+        for kind, slot in self.landing_slots([place]).items():
+            self._store.poison_landing(kind, slot)
+        if place.pool in ("land.w", "land.state"):
+            return
         if place.pool == "s":
             for kind in self._state_kinds:
                 self.arena.poison(f"{place}.{kind}")

@@ -141,7 +141,7 @@ class SegmentStore:
         with self.at(segment, slots):
             yield
         if write:
-            self.disk.spill(segment, slots)
+            self.spill(segment, slots)
         self._visited = this
 
     @contextmanager
@@ -187,6 +187,21 @@ class SegmentStore:
         self.flat(segment, "w")[where].copy_(hi)
         if entry.tensor.trainable:
             self.flat(segment, "lo")[where].copy_(lo)
+
+    def spill(self, segment: str, slots: Mapping[str, int]) -> None:
+        """Landing slots to homes on disk: kind -> slot."""
+        assert self.disk is not None
+        self.disk.spill(segment, slots)
+
+    def landing(self, segment: str, kind: str, slot: int) -> Tensor:
+        """A landing slot, cut to `kind` of `segment`."""
+        assert self.disk is not None
+        return self.disk.landing(segment, kind, slot)
+
+    def poison_landing(self, kind: str, slot: int) -> None:
+        """For tests: fills a landing slot with NaN."""
+        assert self.disk is not None
+        self.disk.slots_of(kind)[slot].fill_(0xFF)
 
     def num_bytes(self) -> Mapping[Tier, Mapping[str, int]]:
         """Bytes of buffers by tier, then kind; landing slots are kind "landing"."""
