@@ -90,13 +90,21 @@ def kept_checkpoints(question: Question) -> int:
 
 
 def home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
-    """What the store holds in RAM."""
-    names = [s.name for s in plan.segments if s.state == "ram"]
+    """What the store holds in RAM and on disk."""
+    away = [s for s in plan.segments if s.state != "hbm"]
+    weights = {True: 0, False: 0}  # on disk -> bytes
+    states = {True: 0, False: 0}
+    for segment in away:
+        weights[segment.weights_on_disk] += sizes.weights_bytes(shapes, segment.name)
+        states[segment.state_on_disk] += sizes.state_bytes(shapes, segment.name)
     drained = [s.name for s in plan.segments if not s.updates_on_device]
     return [
-        MemoryRow("weights", "ram", sum(sizes.weights_bytes(shapes, name) for name in names)),
-        MemoryRow("optimizer state", "ram", sum(sizes.state_bytes(shapes, name) for name in names)),
+        MemoryRow("weights", "ram", weights[False]),
+        MemoryRow("optimizer state", "ram", states[False]),
         MemoryRow("gradients", "ram", sum(sizes.gradient_bytes(shapes, name) for name in drained)),
+        MemoryRow("landing slots of the disk", "ram", sizes.landing_bytes(shapes, plan)),
+        MemoryRow("weights on disk", "disk", weights[True]),
+        MemoryRow("optimizer state on disk", "disk", states[True]),
     ]
 
 

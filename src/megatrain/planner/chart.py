@@ -11,12 +11,13 @@ from html import escape
 from megatrain.planner.occupancy import Level
 from megatrain.planner.table import TIERS, gib
 from megatrain.planner.traced import Span
+from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Tier
 
 WIDTH, LEFT, RIGHT = 1200, 90, 20
 PANEL, GAP, LANE_HEIGHT, TOP = 150, 34, 34, 46
 TIER_COLOURS: Mapping[Tier, str] = {"hbm": "#c2410c", "ram": "#1d4ed8", "disk": "#52525b"}
-LANES = ("compute", "h2d", "d2h", "host", "disk")
+LANES = tuple(map(str, Lane))
 KIND_COLOURS = {
     "FORWARD": "#2563eb",
     "BACKWARD": "#7c3aed",
@@ -25,6 +26,8 @@ KIND_COLOURS = {
     "FETCH": "#0891b2",
     "DRAIN": "#16a34a",
     "STORE": "#65a30d",
+    "LOAD_STATE": "#ca8a04",
+    "SPILL": "#78350f",
 }
 OTHER = "#a1a1aa"
 

@@ -27,6 +27,7 @@ ATTENTION_BACKWARD = 2.5 / 0.8  # of the forward's seconds: 2.5 times the operat
 UPDATE_BYTES = 28  # a parameter: reads w lo m v grad, writes w lo m v
 ADD_BYTES = 12  # a parameter: its gradient in the compute dtype written and read, its fp32 sum read and written
 LOGIT_TRAFFIC_BYTES = {True: 30, False: 12}  # of one logit, with and without its gradient
+UNKNOWN_DISK_Bps = 1e9  # of a disk that could not be measured
 CLIP_S = 2e-3  # of gathering the norms and deciding
 
 
@@ -129,7 +130,8 @@ class CostModel:
             return rates.h2d_Bps
         if op.lane is Lane.D2H:
             return rates.d2h_Bps
-        return rates.disk_write_Bps if _to_disk(op) else rates.disk_read_Bps
+        disk_Bps = rates.disk_write_Bps if _to_disk(op) else rates.disk_read_Bps
+        return disk_Bps or UNKNOWN_DISK_Bps
 
     def _travel_uses(self, op: Op, rate_Bps: float) -> tuple[Use, ...]:
         if op.lane in (Lane.H2D, Lane.D2H):

@@ -1,4 +1,4 @@
-"""Bytes of what lives on disk: the landing slots in RAM, the extents, and what a step writes there."""
+"""Bytes of what lives on disk: the landing slots in RAM, and the extents."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ def extents(plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int) -> li
             sizes = STATE_BYTES[compute_bytes].items()
             found += [(segment.name, kind, _pages(layout.num_trainable * size)) for kind, size in sizes]
     return found
-
-
-def step_written_bytes(plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int) -> int:
-    """What one optimizer step writes to the scratch file: all of it that is trained, once."""
-    trained = {segment.name for segment in plan.segments if segment.trainable}
-    return sum(size for name, _, size in extents(plan, layouts, compute_bytes) if name in trained)
 
 
 def _pages(num_bytes: int) -> int:

@@ -84,7 +84,7 @@ def _renews(op: Op, place: Place) -> bool:
 
 
 def _is_home(place: Place, resident: set[str]) -> bool:
-    if place.pool.startswith(("ram.", "hbm.", "disk.", "file")):
+    if place.pool.startswith(("ram.", "hbm.", "disk.", "file", "land.")):  # landing slots are reserved throughout
         return True
     return place.pool == "w" and place.key in resident
 

@@ -25,7 +25,8 @@ BOUNDS = {
     Lane.H2D: "the link to the device",
     Lane.D2H: "the link from the device",
     Lane.HOST: "the CPU optimizer, on host memory",
-    Lane.DISK: "the disk",
+    Lane.DISK: "writing to the disk",
+    Lane.DISK_READ: "reading from the disk",
 }
 
 

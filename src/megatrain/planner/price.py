@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from megatrain.errors import PlanError
 from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
@@ -16,6 +17,7 @@ from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan
 
 TB = 1e12
+DAY_S = 86400
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Price:
     step_written_bytes: int  # to the disk, by a step itself
     num_steps: int | None
     run_written_bytes: int | None  # to the disk, with all checkpoints
+    disk_tbw_bytes: int | None  # what the drive is rated for, if that is known
 
     @property
     def tokens_per_s(self) -> float:
@@ -39,6 +42,11 @@ class Price:
     @property
     def run_s(self) -> float | None:
         return None if self.num_steps is None else self.num_steps * self.prediction.step_s
+
+    @property
+    def day_written_bytes(self) -> float:
+        """What steps alone write in a day of training."""
+        return self.step_written_bytes / self.prediction.step_s * DAY_S
 
     def lines(self) -> list[str]:
         """The price as text."""
@@ -53,13 +61,20 @@ class Price:
                 text.append(f"  {lane:<8}{busy_s:>9.3f} s busy  {busy_s / step_s:>4.0%}")
         text.append(f"bound: {self.prediction.bound} ({self.prediction.bound_share:.0%} of the critical path)")
         if self.step_written_bytes:
-            text.append(f"written to the disk by each step: {self.step_written_bytes / TB:.3f} TB")
+            day = f"{self.day_written_bytes / TB:,.1f} TB a day{self._of_rated(self.day_written_bytes)}"
+            text.append(f"written to the disk by each step: {self.step_written_bytes / TB:.3f} TB, {day}")
         if self.num_steps is None or self.run_s is None or self.run_written_bytes is None:
             text.append("run: set max_steps to see its time and what it writes")
         else:
             long = timedelta(seconds=round(self.run_s))
-            text.append(f"run: {self.num_steps:,} steps, {long}; {self.run_written_bytes / TB:.2f} TB written to disk")
+            wear = f"{self.run_written_bytes / TB:.2f} TB written to disk{self._of_rated(self.run_written_bytes)}"
+            text.append(f"run: {self.num_steps:,} steps, {long}; {wear}")
         return text
+
+    def _of_rated(self, num_bytes: float) -> str:
+        if self.disk_tbw_bytes is None:
+            return ""
+        return f" ({num_bytes / self.disk_tbw_bytes:.1%} of the drive's {self.disk_tbw_bytes / TB:,.0f} TB)"
 
     def table(self) -> dict[str, object]:
         """The price as JSON."""
@@ -80,29 +95,49 @@ class Price:
             "num_steps": self.num_steps,
             "run_s": self.run_s,
             "run_written_bytes": self.run_written_bytes,
+            "day_written_bytes": self.day_written_bytes,
+            "disk_tbw_bytes": self.disk_tbw_bytes,
         }
 
 
 def price_of(question: Question, plan: Plan) -> Price:
     """The price of a plan."""
     config, shapes = question.config, question.shapes
-    checkpoint_bytes = sizes.checkpoint_bytes(shapes)
-    saves = 0 if config.save_strategy == "no" or config.max_steps is None else -(-config.max_steps // config.save_steps)
-    step_written = step_written_bytes(question.work, plan)
-    model_bytes = 0 if saves else sum(sizes.weights_bytes(shapes, name) for name in shapes.layouts)
-    written = None
-    if config.max_steps is not None:
-        written = config.max_steps * step_written + saves * checkpoint_bytes + model_bytes
+    steps = config.max_steps
     return Price(
         prediction=predict(question.work, plan),
         rates_source=question.work.rates.source,
         step_tokens=config.train_batch_size * config.max_length,
         model_flops=train_flops(shapes.spec, [config.max_length] * config.train_batch_size),
-        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_bytes=sizes.checkpoint_bytes(shapes),
         checkpoints=kept_checkpoints(question),
-        step_written_bytes=step_written,
-        num_steps=config.max_steps,
-        run_written_bytes=written,
+        step_written_bytes=step_written_bytes(question.work, plan),
+        num_steps=steps,
+        run_written_bytes=None if steps is None else run_written_bytes(question, plan, steps),
+        disk_tbw_bytes=config.memory.disk_tbw,
+    )
+
+
+def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
+    """What `num_steps` write to the disk: state and weights that live there, and all checkpoints or the model alone."""
+    config, shapes = question.config, question.shapes
+    written = num_steps * step_written_bytes(question.work, plan)
+    if config.save_strategy == "no":
+        return written + sum(sizes.weights_bytes(shapes, name) for name in shapes.layouts)
+    return written + -(-num_steps // config.save_steps) * sizes.checkpoint_bytes(shapes)
+
+
+def refuse_wear(question: Question, plan: Plan, num_steps: int) -> None:
+    """PlanError if `num_steps` would write more than memory.disk_max_written allows."""
+    limit = question.config.memory.disk_max_written
+    written = run_written_bytes(question, plan, num_steps)
+    if limit is None or written <= limit:
+        return
+    step_bytes = step_written_bytes(question.work, plan)
+    share = f"{num_steps:,} steps of {gib(step_bytes)}, the rest are checkpoints"
+    raise PlanError(
+        f"the run would write {gib(written)} to the disk ({share}), memory.disk_max_written is {gib(limit)}; raise it, "
+        "give more memory.ram so that less lives on disk, or save less often (save_steps)"
     )
 
 

@@ -8,6 +8,7 @@ then left, as far as it goes: kept activations (from the last block on), or weig
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,12 +26,15 @@ from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Plan, SegmentPlan, Tier
 
 GROUPS = 24  # of blocks, in the simulations of the search
+DISK_SLOTS = 3  # one is read, one updated, one written
 STEP = 1.12  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
 
 Activations = Literal["recompute", "keep"]
 Change = Mapping[str, str]
 RESIDENT: Change = {"state": "hbm", "weights": "own", "grads": "own"}
 KEPT: Change = {"activations": "keep"}
+STATE_ON_DISK: Change = {"state": "disk"}
+WEIGHTS_ON_DISK: Change = {"weights_home": "disk"}
 OWN_WEIGHTS: Change = {"weights": "own", "grads": "own"}
 
 
@@ -63,7 +67,7 @@ def trains(spec: ModelSpec) -> bool:
 
 
 def _to_read(question: Question) -> Plan:
-    """As many weights in HBM as fit, in as few rounds as fit: text is written token by token; each needs all of them."""
+    """As many weights in HBM as fit, in as few rounds as fit: text is written token by token, each needs all."""
     for round_micro_batches in _round_sizes(question):
         streamed = _streamed(question, round_micro_batches)
         order = list(range(len(streamed.segments))) if question.machine.device == "cuda" else []
@@ -94,7 +98,7 @@ def _small(question: Question) -> Iterator[Plan]:
     asked = question.config.round_micro_batches
     streamed = _streamed(question, 1 if asked is None else min(asked, question.num_micro_batches))
     for count in _resident_counts(question):
-        yield _changed(streamed, range(count), RESIDENT)
+        yield _with_disk(question, _changed(streamed, range(count), RESIDENT))
 
 
 def _streamed(question: Question, round_micro_batches: int) -> Plan:
@@ -123,11 +127,37 @@ def _candidates(question: Question) -> Iterator[_Candidate]:
     for round_micro_batches in _round_sizes(question):
         streamed = _streamed(question, round_micro_batches)
         for count in _resident_counts(question):
-            resident = _changed(streamed, range(count), RESIDENT)
+            resident = _with_disk(question, _changed(streamed, range(count), RESIDENT))
             for order, change in _fillings(question, resident):
                 filled = _most(question, resident, order, change)
                 if filled is not None:
                     yield _Candidate(floor(filled), filled)
+
+
+def _with_disk(question: Question, plan: Plan) -> Plan:
+    """`plan` with as little on disk as lets RAM hold the rest: states first, which a step reads and writes once, from
+    the segment whose update may end last; then weights, which it reads twice."""
+    indices = [index for index in reversed(range(len(plan.segments))) if plan.segments[index].state != "hbm"]
+    indices.sort(key=lambda index: plan.segments[index].kind != "block")
+    order = [(index, STATE_ON_DISK) for index in indices if plan.segments[index].trainable]
+    order += [(index, WEIGHTS_ON_DISK) for index in indices]
+
+    def spilled(count: int) -> Plan:
+        return _spilled(plan, order[:count])
+
+    def holds(count: int) -> bool:
+        return memory_table(question, spilled(count)).verdict("ram") == "FITS"
+
+    if question.machine.device == "cpu" or holds(0) or not holds(len(order)):
+        return plan
+    most = bisect_left(range(1, len(order)), True, key=holds) + 1
+    return spilled(most)
+
+
+def _spilled(plan: Plan, changes: list[tuple[int, Change]]) -> Plan:
+    for change in (STATE_ON_DISK, WEIGHTS_ON_DISK):
+        plan = _changed(plan, [index for index, wanted in changes if wanted is change], change)
+    return replace(plan, disk_slots=DISK_SLOTS if changes else 0)
 
 
 def _round_sizes(question: Question) -> list[int]:
