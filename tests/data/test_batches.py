@@ -18,6 +18,8 @@ from megatrain.data.pack import pack, permutation
 from megatrain.errors import ConfigError
 from tests.data.tiny_tokenizers import WORDS, make_word_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 A, B, C, D, E, EOS = (WORDS.index(w) for w in ("a", "b", "c", "d", "e", "<|im_end|>"))
 
 

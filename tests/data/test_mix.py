@@ -16,6 +16,8 @@ from megatrain.data.mix import quotas, stretches
 from megatrain.errors import DataError
 from tests.data.tiny_tokenizers import WORDS, make_word_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 Make = Callable[..., TokenDataset]
 
 

@@ -93,7 +93,7 @@ def test_cache_is_used_again_and_keyed_by_content(write_rows: Write, options: Op
     first = prepare(options(path), tokenizer)
     moved = path.rename(path.with_name("moved.jsonl"))
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "read_rows", None)
+        patch.setattr(prepare_module, "texts_from_process", None)
         again = prepare(options(moved), make_word_tokenizer())
     assert (again.folder, again.digest, samples(again)) == (first.folder, first.digest, samples(first))
     assert again.source(0) == (str(moved), 1)

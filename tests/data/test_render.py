@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.data import render, template
+from megatrain.data import encode, sandbox, template
+from megatrain.data.encode import Encoded, Encoder
 from megatrain.data.formats import BadSample, Chat, Completion, Document, Sample
-from megatrain.data.render import Encoded, Renderer
+from megatrain.data.sandbox import source_of
+from megatrain.data.texts import Text, Texts
 from megatrain.errors import DataError
 from tests.data.tiny_tokenizers import CHATML, CHATML_MARKED, chat, make_byte_tokenizer, make_word_tokenizer
 
@@ -52,13 +54,29 @@ def to_chat(*turns: str, **rest: Any) -> Chat:
     return Chat(chat(*turns)["messages"], rest.get("tools"), rest.get("first_trained", 0))
 
 
-def renderer(tokenizer: Any, **rest: Any) -> Renderer:
-    settings = {"max_length": 64, "truncation": "keep_start", "assistant_only_loss": True, **rest}
-    return Renderer(tokenizer, **settings)
+class Maker:
+    """Samples to tokens: the texts of a chat template, then the tokenizer, in one process."""
+
+    def __init__(self, tokenizer: Any, *, assistant_only_loss: bool = True,
+                 train_roles: tuple[str, ...] = ("assistant",), **rest: Any) -> None:
+        self.texts = Texts(source_of(tokenizer), assistant_only_loss=assistant_only_loss, train_roles=train_roles)
+        self.encoder = Encoder(tokenizer, assistant_only_loss=assistant_only_loss,
+                               **{"max_length": 64, "truncation": "keep_start", **rest})
+
+    def encode(self, samples: list[Sample]) -> list[Encoded | BadSample]:
+        made = [self._text(sample) for sample in samples]
+        encoded = iter(self.encoder.encode([text for text in made if isinstance(text, Text)]))
+        return [next(encoded) if isinstance(text, Text) else text for text in made]
+
+    def _text(self, sample: Sample) -> Text | BadSample:
+        try:
+            return self.texts.of(sample)
+        except BadSample as bad:
+            return bad
 
 
 def table(tokenizer: Any, sample: Sample, **rest: Any) -> str:
-    [result] = renderer(tokenizer, **rest).encode([sample])
+    [result] = Maker(tokenizer, **rest).encode([sample])
     if isinstance(result, BadSample):
         raise result
     assert len(result.ids) == len(result.trained)
@@ -153,7 +171,7 @@ def test_generation_prompt_that_opens_reasoning() -> None:
 
 def test_generation_prompt_that_opens_as_the_answer_does() -> None:
     tokenizer = make_byte_tokenizer(OPENS_THINKING)
-    [result] = renderer(tokenizer, max_length=256).encode([to_chat("user: hi", "assistant: this")])
+    [result] = Maker(tokenizer, max_length=256).encode([to_chat("user: hi", "assistant: this")])
     assert isinstance(result, Encoded)
     assert tokenizer.decode(result.ids[result.trained].tolist()) == "this<|im_end|>"  # not just "is"
 
@@ -200,7 +218,7 @@ def test_a_spelt_header_does_not_stand_in_for_a_missing_one() -> None:
 def test_call_arguments_as_the_template_takes_them() -> None:
     sample = Chat([{"role": "user", "content": "hi"}, CALL], None, 0)
     tokenizer = make_byte_tokenizer(TEXT_ARGUMENTS)
-    [result] = renderer(tokenizer).encode([sample])
+    [result] = Maker(tokenizer).encode([sample])
     assert isinstance(result, Encoded)
     assert tokenizer.decode(result.ids[result.trained].tolist()) == '{"x": "so"}<|im_end|>'
     assert sample.messages[1] is CALL
@@ -210,10 +228,10 @@ def test_call_arguments_as_the_template_takes_them() -> None:
 def test_template_without_end_token_warns() -> None:
     tokenizer = make_word_tokenizer(NO_EOT)
     assert table(tokenizer, to_chat("user: hi", "assistant: yes")) == "user : hi n assistant : [yes] [n]"
-    used = renderer(tokenizer)
+    used = Maker(tokenizer)
     used.encode([to_chat("user: hi", "assistant: yes")])
-    assert "not learn to stop" in used.warnings()[0]
-    assert renderer(make_word_tokenizer()).warnings() == ()
+    assert "not learn to stop" in used.texts.warnings()[0]
+    assert Maker(make_word_tokenizer()).texts.warnings() == ()
 
 
 def test_assistant_first() -> None:
@@ -258,11 +276,11 @@ def test_truncation() -> None:
 
 
 def test_huge_chat_is_cut_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "CHARS_PER_TOKEN_BOUND", 2)
+    monkeypatch.setattr(encode, "CHARS_PER_TOKEN_BOUNDS", (1, 2))
     tokenizer = make_word_tokenizer()
     sample = to_chat("user: hi", "assistant: " + "yes " * 500)
     assert len(table(tokenizer, sample, max_length=300).split()) == 300     # the cut was too early: tokenised again
-    monkeypatch.setattr(render, "CHARS_PER_TOKEN_BOUND", 4)
+    monkeypatch.setattr(encode, "CHARS_PER_TOKEN_BOUNDS", (4,))
     early = table(tokenizer, sample, max_length=300)
     monkeypatch.undo()
     assert early == table(tokenizer, sample, max_length=300)
@@ -270,10 +288,10 @@ def test_huge_chat_is_cut_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch
 
 def test_long_documents_are_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, text = make_byte_tokenizer(), "one two\nthree é four five\n" * 20 + "x" * 200
-    [whole] = renderer(tokenizer).encode([Document(text)])
-    monkeypatch.setattr(render, "PIECE_CHARS", 33)
-    monkeypatch.setattr(render, "CALL_CHARS", 70)
-    [pieces] = renderer(tokenizer).encode([Document(text)])
+    [whole] = Maker(tokenizer).encode([Document(text)])
+    monkeypatch.setattr(encode, "PIECE_CHARS", 33)
+    monkeypatch.setattr(encode, "CALL_CHARS", 70)
+    [pieces] = Maker(tokenizer).encode([Document(text)])
     assert isinstance(whole, Encoded)
     assert isinstance(pieces, Encoded)
     assert whole.ids.tolist() == pieces.ids.tolist()
@@ -288,11 +306,11 @@ def test_truncation_and_padding_of_the_tokenizer_file_are_switched_off() -> None
 
 
 def test_long_documents_are_cut_where_tokens_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "PIECE_CHARS", 8)
-    assert render._split("ab\n\ncd\n ef\ngh") == ["ab\n\n", "cd\n ef\n", "gh"]
-    assert render._split("ab\ncd\n\n\n\nefg") == ["ab\n", "cd\n\n\n\n", "efg"]
-    assert render._split("x" * 9) == ["x" * 8, "x"]
-    assert render._split("ab") == ["ab"]
+    monkeypatch.setattr(encode, "PIECE_CHARS", 8)
+    assert encode._split("ab\n\ncd\n ef\ngh") == ["ab\n\n", "cd\n ef\n", "gh"]
+    assert encode._split("ab\ncd\n\n\n\nefg") == ["ab\n", "cd\n\n\n\n", "efg"]
+    assert encode._split("x" * 9) == ["x" * 8, "x"]
+    assert encode._split("ab") == ["ab"]
 
 
 def test_document_of_one_token_is_refused() -> None:
@@ -303,20 +321,20 @@ def test_document_of_one_token_is_refused() -> None:
 def test_results_keep_the_order_of_samples() -> None:
     samples = [Document("one"), to_chat("user: hi", "assistant: yes"), Document("a\0"), Completion("a", "b"),
                to_chat("user: hi", "assistant: no")]
-    results = renderer(make_word_tokenizer()).encode(samples)
+    results = Maker(make_word_tokenizer()).encode(samples)
     assert [len(r.ids) for r in results if isinstance(r, Encoded)] == [2, 12, 3, 2, 12]
 
 
 @pytest.mark.parametrize(("text", "reason"), [
     (CHATML + "{% if messages|length > 2 %}{{ raise_exception('only two') }}{% endif %}", "refuses it: only two"),
-    (CHATML + "{{ 'x' * 10**15 if messages|length > 2 }}", "refuses it: MemoryError"),
+    (CHATML + "{{ 'x' * 10**15 if messages|length > 2 }}", "asks for more than 1 GiB"),
     (CHATML + "{{ messages[2].nothing.there if messages|length > 2 }}", "refuses it"),
     (CHATML + "{% set _ = messages.append(1) if messages|length > 2 %}", "refuses it"),
     (CHATML + "{{ ''.__class__.__mro__[1].__subclasses__() if messages|length > 2 }}", "refuses it"),
 ])
 def test_template_faults_cost_the_row_only(text: str, reason: str) -> None:
     good = to_chat("user: hi", "assistant: yes")
-    results = renderer(make_word_tokenizer(text)).encode([to_chat(*TWO_TURNS), good])
+    results = Maker(make_word_tokenizer(text)).encode([to_chat(*TWO_TURNS), good])
     assert isinstance(results[0], BadSample)
     assert reason in str(results[0])
     assert isinstance(results[1], Encoded)
@@ -326,11 +344,11 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 
 def test_template_that_runs_for_ever_on_a_row_costs_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "RENDER_LIMIT_S", 0.05)
+    monkeypatch.setattr(sandbox, "RENDER_LIMIT_S", 0.05)
     monkeypatch.setattr(template, "MAX_TIMEOUTS", 99)
     odd = CHATML + "{% if messages|length > 2 %}" + LOOP + "{% endif %}"
     good = to_chat("user: hi", "assistant: yes")
-    results = renderer(make_word_tokenizer(odd)).encode([to_chat(*TWO_TURNS), good])
+    results = Maker(make_word_tokenizer(odd)).encode([to_chat(*TWO_TURNS), good])
     assert isinstance(results[0], BadSample)
     assert "ran longer" in str(results[0])
     assert isinstance(results[1], Encoded)
@@ -338,21 +356,21 @@ def test_template_that_runs_for_ever_on_a_row_costs_the_row(monkeypatch: pytest.
 
 def test_template_that_runs_for_ever_on_every_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would else take RENDER_LIMIT_S a row: days for a large dataset."""
-    monkeypatch.setattr(template, "RENDER_LIMIT_S", 0.05)
+    monkeypatch.setattr(sandbox, "RENDER_LIMIT_S", 0.05)
     with pytest.raises(DataError, match=r"ran longer than .* on 3 conversations; .*mend the chat template"):
-        renderer(make_word_tokenizer(CHATML + LOOP)).encode([to_chat("user: hi", "assistant: yes")] * 1000)
+        Maker(make_word_tokenizer(CHATML + LOOP)).encode([to_chat("user: hi", "assistant: yes")] * 1000)
 
 
 def test_the_date_is_pinned() -> None:
     tokenizer = make_byte_tokenizer("{{ strftime_now('%Y-%m-%d') }}" + CHATML)
-    [result] = renderer(tokenizer).encode([to_chat("user: hi", "assistant: yes")])
+    [result] = Maker(tokenizer).encode([to_chat("user: hi", "assistant: yes")])
     assert isinstance(result, Encoded)
     assert tokenizer.decode(result.ids.tolist()).startswith("2025-01-01")
 
 
 def test_no_template_is_an_error_with_a_remedy() -> None:
     with pytest.raises(DataError, match=r"no chat template.*use"):
-        renderer(make_word_tokenizer(None)).encode([to_chat("user: hi", "assistant: yes")])
+        Maker(make_word_tokenizer(None)).encode([to_chat("user: hi", "assistant: yes")])
 
 
 def test_a_mark_around_nothing_trains_nothing() -> None:
@@ -382,7 +400,7 @@ def test_tool_templates_are_chosen_by_tools() -> None:
 def test_marks_and_inference_agree_on_any_text(contents: list[str]) -> None:
     messages = [{"role": "assistant" if i % 2 else "user", "content": c} for i, c in enumerate(contents)]
     sample = Chat(messages, None, 0)
-    inferred, marked = (renderer(BYTES[t], max_length=4096).encode([sample])[0] for t in (CHATML, CHATML_MARKED))
+    inferred, marked = (Maker(BYTES[t], max_length=4096).encode([sample])[0] for t in (CHATML, CHATML_MARKED))
     assert isinstance(inferred, Encoded)
     if not any(contents[1::2]):
         assert isinstance(marked, BadSample)        # a mark around nothing

@@ -18,6 +18,7 @@ from megatrain.cli.assemble import Planned
 from megatrain.cli.opened import Source, config_of, filled_store, is_run, on_cpu, planned_to_read, sources_of
 from megatrain.config import RunConfig
 from megatrain.data.formats import BadSample
+from megatrain.data.sandbox import source_of
 from megatrain.data.template import ChatTemplate
 from megatrain.engine.lend import Lender
 from megatrain.errors import ConfigError, DataError
@@ -186,9 +187,10 @@ def _config_to_write(config: RunConfig) -> RunConfig:
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTemplate:
-    if not tokenizer.chat_template:
+    source = source_of(tokenizer)
+    if source is None:
         raise DataError(f"{folder} has no chat template: it continues text; use --raw")
-    return ChatTemplate(tokenizer)
+    return ChatTemplate(source)
 
 
 def chat(

@@ -2,7 +2,8 @@
 
 Holds: rows of files, their tokens and trained flags in a mapped token file, the order and packing of batches.
 Takes -> gives: dataset files + tokenizer + options -> TokenDataset -> BatchPlan -> StepBatch by index.
-May touch: the dataset files (read), the cache folder (write).
+Inside: rows -> samples (formats) -> texts (texts, template, sandbox) in a process (reader) -> tokens (encode, prepare).
+May touch: the dataset files (read), the cache folder (write), a process that reads for it.
 Must never: touch the GPU, know a model, or depend on anything but its inputs and (seed, epoch).
 """
 from megatrain.data.batches import BatchPlan, MicroBatch, StepBatch, eval_micro_batches

@@ -88,10 +88,8 @@ def to_sample(value: Mapping[str, Any], row_format: Format) -> Sample:
 
 def _refuse_surrogates(value: Any) -> None:
     if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise BadSample("lone surrogate or bytes that are not UTF-8 in the text") from None
+        if not value.isascii() and not _is_utf8(value):
+            raise BadSample("lone surrogate or bytes that are not UTF-8 in the text")
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             _refuse_surrogates(key)
@@ -99,6 +97,14 @@ def _refuse_surrogates(value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             _refuse_surrogates(inner)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text_of(value: Mapping[str, Any], key: str) -> str:

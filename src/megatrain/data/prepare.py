@@ -4,28 +4,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import closing
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import tokenizers
-import transformers
 
-from megatrain.data.formats import BadSample, Sample, detect, to_sample
+from megatrain.data.encode import Encoded, Encoder
 from megatrain.data.options import MAX_LISTED, BadRow, DataOptions, Format, Report
-from megatrain.data.render import Renderer
-from megatrain.data.rows import Row, list_files, read_rows
-from megatrain.data.template import PINNED_DATE
+from megatrain.data.reader import Batch, Request, texts_from_process
+from megatrain.data.rows import list_files
+from megatrain.data.sandbox import PINNED_DATE, source_of
+from megatrain.data.texts import Text
 from megatrain.data.tokens import TokenDataset, TokenWriter, file_sha256, open_dataset
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 2                     # of the token file and of everything that makes tokens: part of the cache key
-BATCH_ROWS = 512
-BATCH_BYTES = 4 << 20           # of text handed to the tokenizer at once
+VERSION = 3                     # of the token file and of everything that makes tokens: part of the cache key
 
 
 def prepare(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> TokenDataset:
@@ -54,7 +52,7 @@ def cache_key(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: t
         "template": tokenizer.chat_template, "date": PINNED_DATE.isoformat(), "format": options.format,
         "max_length": options.max_length, "truncation": options.truncation,
         "assistant_only_loss": options.assistant_only_loss, "train_roles": sorted(options.train_roles),
-        "libraries": [tokenizers.__version__, transformers.__version__],
+        "libraries": [metadata.version(name) for name in ("tokenizers", "transformers", "jinja2")],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -71,16 +69,17 @@ def _set_aside(folder: Path) -> None:
 class _Account:
     """Rows in, rows out, and why the others were left out."""
 
-    def __init__(self, writer: TokenWriter) -> None:
+    def __init__(self, writer: TokenWriter, files: list[str]) -> None:
         self._writer = writer
+        self._files = files
         self.rows_in = 0
         self.rows_out = 0
         self.num_truncated = 0
         self.reasons: Counter[str] = Counter()
         self.bad_rows: list[BadRow] = []
 
-    def refuse(self, row: Row, reason: str) -> None:
-        bad = BadRow(row.file, row.line, reason)
+    def refuse(self, file: int, line: int, reason: str) -> None:
+        bad = BadRow(self._files[file], line, reason)
         self.reasons[reason] += 1
         if len(self.bad_rows) < MAX_LISTED:
             self.bad_rows.append(bad)
@@ -88,65 +87,39 @@ class _Account:
 
 
 def _write(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: tuple[Path, ...], key: str) -> None:
-    renderer = Renderer(tokenizer, max_length=options.max_length, truncation=options.truncation,
-                        assistant_only_loss=options.assistant_only_loss, train_roles=options.train_roles)
+    encoder = Encoder(tokenizer, max_length=options.max_length, truncation=options.truncation,
+                      assistant_only_loss=options.assistant_only_loss)
+    names = list(dict.fromkeys(map(str, files)))
+    request = Request(tuple(map(str, files)), options.format, options.assistant_only_loss, options.train_roles,
+                      source_of(tokenizer))
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     with TokenWriter(options.cache_dir, key, np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)) as writer:
-        account = _Account(writer)
-        row_format = options.format
-        indices = {str(path): i for i, path in enumerate(files)}
-        for batch in _batches(files):
-            if row_format is None:
-                row_format = detect(batch)
-            _tokenise(batch, row_format, renderer, writer, account, indices)
-        report = _report(options, row_format, writer, account, renderer.warnings())
-        writer.commit(report, is_documents=row_format == "text", pad_id=_pad_id(tokenizer), files=list(indices))
+        account = _Account(writer, names)
+        row_format, warnings = None, ()
+        with closing(texts_from_process(request)) as batches:
+            for batch in batches:
+                row_format, warnings = batch.format, batch.warnings
+                _tokenise(batch, encoder, writer, account)
+        report = _report(options, row_format, writer, account, (*warnings, *_endless(row_format, tokenizer)))
+        writer.commit(report, is_documents=row_format == "text", pad_id=_pad_id(tokenizer), files=names)
 
 
-def _batches(files: tuple[Path, ...]) -> Iterator[list[Row]]:
-    """Rows in groups of bounded text; a group never spans two formats unless the data do."""
-    batch: list[Row] = []
-    num_bytes = 0
-    for path in files:
-        for row in read_rows(path):
-            batch.append(row)
-            num_bytes += _text_size(row.value)
-            if len(batch) >= BATCH_ROWS or num_bytes >= BATCH_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-    if batch:
-        yield batch
+def _endless(row_format: Format | None, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    if row_format in ("text", "prompt_completion") and tokenizer.eos_token_id is None:
+        return ("the tokenizer has no end-of-sequence token: the model will not learn to stop",)
+    return ()
 
 
-def _text_size(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_text_size, value.values()))
-    if isinstance(value, list):
-        return sum(map(_text_size, value))
-    return 0
-
-
-def _tokenise(batch: list[Row], row_format: Format | None, renderer: Renderer, writer: TokenWriter, account: _Account,
-              indices: dict[str, int]) -> None:
-    good: list[tuple[Row, Sample]] = []
-    for row in batch:
-        account.rows_in += 1
-        if row.value is None:
-            assert row.problem is not None
-            account.refuse(row, row.problem)
+def _tokenise(batch: Batch, encoder: Encoder, writer: TokenWriter, account: _Account) -> None:
+    account.rows_in += len(batch.items)
+    texts = [item.text for item in batch.items if isinstance(item.text, Text)]
+    results = iter(encoder.encode(texts))
+    for file, line, text in batch.items:
+        result = text if isinstance(text, str) else next(results)
+        if not isinstance(result, Encoded):
+            account.refuse(file, line, str(result))
             continue
-        assert row_format is not None, "a readable row has been seen, so the format is known"
-        try:
-            good.append((row, to_sample(row.value, row_format)))
-        except BadSample as bad:
-            account.refuse(row, str(bad))
-    for (row, _), result in zip(good, renderer.encode([sample for _, sample in good]), strict=True):
-        if isinstance(result, BadSample):
-            account.refuse(row, str(result))
-            continue
-        writer.add(result.ids, result.trained, indices[row.file], row.line)
+        writer.add(result.ids, result.trained, file, line)
         account.rows_out += 1
         account.num_truncated += result.truncated
 

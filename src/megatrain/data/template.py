@@ -1,39 +1,20 @@
-"""The tokenizer's own chat template: a conversation to text, and where in that text the trained turns stand.
-
-The template runs in transformers' immutable sandbox, under a time limit; the date it may ask for is pinned, so the
-same data give the same tokens on any day.
-"""
+"""Where the trained turns of a conversation stand in the text that the tokenizer's own chat template makes of it."""
 from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from datetime import datetime
 from functools import cached_property
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from jinja2.exceptions import TemplateError
+from typing import Any
 
 from megatrain.data.formats import BadSample, Chat
+from megatrain.data.sandbox import Messages, Rendered, Sandbox, Span, TemplateSource, TemplateTimeout
 from megatrain.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Messages = Sequence[Mapping[str, Any]]
 ASSISTANT = "assistant"
-DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-PINNED_DATE = datetime(2025, 1, 1)
-RENDER_LIMIT_S = 20.0
 MAX_TIMEOUTS = 3        # one row may be odd; a template that never ends must not cost RENDER_LIMIT_S for every row
-MAX_TEMPLATE_CHARS = 1 << 20
-TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError,
-                   MemoryError)
 PROBE_USER = {"role": "user", "content": "Q7x"}
 ANSWER = "A7x"
 PROBE_ASSISTANT = {"role": "assistant", "content": ANSWER}
@@ -41,60 +22,60 @@ REWRITTEN = ("the chat template rewrites earlier turns, so trained tokens cannot
              "{% generation %} marks")
 
 
-class Span(NamedTuple):
-    """Characters [start, end) of the rendered text, up to and with the turn's end-of-turn token."""
-    start: int
-    end: int
-
-
-class _Alarm(Exception):
-    pass
-
-
-class TemplateTimeout(BadSample):
-    """The row's rendering was stopped."""
-
-
 class ChatTemplate:
-    """Renders conversations and finds their assistant turns.
+    """Renders conversations and finds their assistant turns: spans up to and with the end-of-turn token.
 
     `header` is the text that opens an assistant turn (the generation prompt). `ends` are the special tokens that close
     one, as text (gpt-oss has another for the last turn than for the others); empty if the template writes none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template, so conversations cannot be rendered; use the "
-                            "instruction-tuned model's tokenizer, or data as `text` or `prompt` + `completion`")
-        self._tokenizer = tokenizer
+    def __init__(self, source: TemplateSource) -> None:
+        self._eos: str | None = source.special.get("eos_token")
+        self._sandboxes = {False: Sandbox(source.plain, source.special),
+                           True: Sandbox(source.with_tools, source.special)}
+        self._has_marks = {False: GENERATION_MARK.search(source.plain) is not None,
+                           True: GENERATION_MARK.search(source.with_tools) is not None}
         self._timeouts = 0
-        self._sources = {with_tools: _pinned(tokenizer.get_chat_template(tools=[{}] if with_tools else None))
-                         for with_tools in (False, True)}       # some tokenizers have a template of its own for tools
-        self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self._added = sorted(source.added, key=len, reverse=True)
         self.header = self._probe_header()
         self.ends = self._probe_ends()
-        self.end_ids = {i for end in self.ends for i in tokenizer.encode(end, add_special_tokens=False)}
+        self.end_ids = {id_ for token, id_ in source.added.items() if any(token in end for end in self.ends)}
         self._end = re.compile("|".join(map(re.escape, sorted(self.ends, key=len, reverse=True))) or "(?!)")
         self._opener = self._leading_token(self.header) or self.header
 
     def marked(self, chat: Chat) -> bool:
         """Whether the template for this conversation has `{% generation %}` marks."""
-        return GENERATION_MARK.search(self._sources[bool(chat.tools)]) is not None
+        return self._has_marks[bool(chat.tools)]
 
     def render(self, messages: Messages, tools: list[Any] | None, prompt: bool = False) -> str:
         """The conversation as text; `prompt` adds the opening of the next assistant turn."""
-        with self._counted(), _guarded():
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, chat_template=self._sources[bool(tools)], tokenize=False,
-                add_generation_prompt=prompt)
+        return self._rendered(messages, tools, prompt).text
 
-    def encode_marked(self, chat: Chat) -> tuple[list[int], list[int]]:
-        """Token ids and trained flags of a conversation whose template has generation marks."""
-        with self._counted(), _guarded():
-            out = self._tokenizer.apply_chat_template(
-                chat.messages, tools=chat.tools, chat_template=self._sources[bool(chat.tools)], return_dict=True,
-                return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
-        return out["input_ids"], out["assistant_masks"]
+    def _rendered(self, messages: Messages, tools: list[Any] | None, prompt: bool = False) -> Rendered:
+        with self._counted():
+            return self._sandboxes[bool(tools)].render(messages, tools, prompt)
+
+    def marked_turns(self, chat: Chat) -> tuple[str, list[Span]]:
+        """A conversation whose template has generation marks as text, and its trained turns: what is marked, each with
+        the end-of-turn tokens right behind it, since without them a model never stops."""
+        full, marks = self._rendered(chat.messages, chat.tools)
+        spans: list[Span] = []
+        for start, end in marks:
+            if start == end:
+                continue
+            while behind := self._end.match(full, end):
+                end = behind.end()
+            if spans and spans[-1].end == start:
+                spans[-1] = Span(spans[-1].start, end)
+            else:
+                spans.append(Span(start, end))
+        turns = [i for i, m in enumerate(chat.messages) if m["role"] == ASSISTANT]
+        untrained = {i for i in turns if not _is_trained(chat, i)}
+        if not untrained:
+            return full, spans
+        if len(spans) != len(turns):
+            raise BadSample("the turns that are not to be trained cannot be matched with the template's marked turns")
+        return full, [span for i, span in zip(turns, spans, strict=True) if i not in untrained]
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -118,8 +99,7 @@ class ChatTemplate:
         for i, message in enumerate(chat.messages):
             if message["role"] in roles - {ASSISTANT} and message["content"].strip():
                 found[i] = self._spoken(chat, full, i)
-        return [found[i] for i in sorted(found)
-                if i >= chat.first_trained and chat.messages[i].get("weight", 1) != 0]
+        return [found[i] for i in sorted(found) if _is_trained(chat, i)]
 
     def _spoken(self, chat: Chat, full: str, turn: int) -> Span:
         """The content of a turn that no generation prompt opens, and the end-of-turn token right behind it."""
@@ -161,7 +141,7 @@ class ChatTemplate:
         """What stands behind an answer that is the last message, and behind one that is not."""
         last, inner = self._tried([PROBE_USER, PROBE_ASSISTANT]), self._tried([PROBE_USER, PROBE_ASSISTANT, PROBE_USER])
         if last is None:
-            return (self._tokenizer.eos_token,) if self._tokenizer.eos_token else ()
+            return (self._eos,) if self._eos else ()
         end, tail = "", last.rpartition(ANSWER)[2].lstrip()
         while (token := self._leading_token(tail)) and not (end and token in self.header):
             end, tail = end + token, tail[len(token):]
@@ -185,7 +165,8 @@ class ChatTemplate:
         """
         if not self.header or not self.ends or full.count(self.header) != num_turns:
             return None
-        if any(_mentions(chat.messages, spelt) for spelt in (self.header.strip(), *self.ends)):
+        spoken = "\0".join(_texts_in(chat.messages, []))
+        if any(spelt in spoken for spelt in (self.header.strip(), *self.ends)):
             return None
         spans, at = [], 0
         for _ in range(num_turns):
@@ -239,37 +220,6 @@ class ChatTemplate:
         return end.end()
 
 
-def _pinned(source: str) -> str:
-    """The template with its questions for today's date answered."""
-    if len(source) > MAX_TEMPLATE_CHARS:
-        raise DataError(f"the chat template is {len(source)} characters long; the limit is {MAX_TEMPLATE_CHARS}")
-    return DATE_CALL.sub(lambda call: repr(PINNED_DATE.strftime(call[2])), source)
-
-
-@contextmanager
-def _guarded() -> Iterator[None]:
-    """Faults inside a template become BadSample; so does running longer than RENDER_LIMIT_S (main thread only:
-    an interval timer is the one way to stop Python code that does not cooperate)."""
-    timed = threading.current_thread() is threading.main_thread()
-    if timed:
-        previous = signal.signal(signal.SIGALRM, _on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
-    try:
-        yield
-    except _Alarm:
-        raise TemplateTimeout(f"the chat template ran longer than {RENDER_LIMIT_S:.0f} s") from None
-    except TEMPLATE_FAULTS as error:
-        raise BadSample(f"the chat template refuses it: {str(error)[:120] or type(error).__name__}") from None
-    finally:
-        if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, previous)
-
-
-def _on_alarm(_number: int, _frame: FrameType | None) -> None:
-    raise _Alarm
-
-
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls", ()):
@@ -280,14 +230,18 @@ def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _mentions(value: Any, needle: str) -> bool:
-    if isinstance(value, str):
-        return needle in value
-    if isinstance(value, Mapping):
-        return any(_mentions(inner, needle) for inner in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_mentions(inner, needle) for inner in value)
-    return False
+def _is_trained(chat: Chat, turn: int) -> bool:
+    return turn >= chat.first_trained and chat.messages[turn].get("weight", 1) != 0
+
+
+def _texts_in(value: Any, found: list[str]) -> list[str]:
+    """`found` with all texts inside a JSON object or list behind."""
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, str):
+            found.append(inner)
+        elif isinstance(inner, (dict, list)):
+            _texts_in(inner, found)
+    return found
 
 
 def _common_length(a: str, b: str) -> int:

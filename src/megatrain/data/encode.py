@@ -1,0 +1,216 @@
+"""Texts to token ids and trained flags. A mask is made by position; no token id ever decides what is trained."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from megatrain.data.formats import BadSample
+from megatrain.data.options import Truncation
+from megatrain.data.texts import Text
+from megatrain.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
+
+PIECE_CHARS = 1 << 20               # a longer document is tokenised in pieces…
+CALL_CHARS = 4 << 20                # …and no more than this at once: 200 MB as the library's tokens are gigabytes
+CHARS_PER_TOKEN_BOUNDS = (6, 24)    # a chat is cut to this many characters a token of max_length before tokenising…
+SETTLED_TOKENS = 16                 # …and tokens this near the cut are not believed: the next bound, then the whole
+PROBE = "Q7x\n\n été 日本 \U0001f600  A7x\t1234567"
+
+
+class Encoded(NamedTuple):
+    """One sample as tokens. `trained[t]` says whether token t is a target; the first token never is one in effect."""
+    ids: np.ndarray         # uint32
+    trained: np.ndarray     # bool
+    truncated: bool
+
+
+class Encoder:
+    """Turns texts into tokens, many at a time (the tokenizer works on all cores within a call)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int, truncation: Truncation,
+                 assistant_only_loss: bool) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(f"tokenizer {type(tokenizer).__name__} has no fast (tokenizers library) form; convert it "
+                            "to a tokenizer.json")
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._backend.no_truncation()       # a tokenizer.json may carry both switched on
+        self._backend.no_padding()
+        self._max_length = max_length
+        self._truncation = truncation
+        self._assistant_only_loss = assistant_only_loss
+        self._bos_id: int | None = tokenizer.bos_token_id
+        self._eos_id: int | None = tokenizer.eos_token_id
+        self._adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
+        self._token_bytes = TokenBytes(self._backend)
+        probe = self._backend.encode(PROBE, add_special_tokens=False)
+        self._is_byte_level = self._token_bytes.bounds(PROBE, np.array(probe.ids, np.uint32)) is not None
+
+    def encode(self, texts: Sequence[Text]) -> list[Encoded | BadSample]:
+        """One result a text, in order."""
+        results: list[Encoded | BadSample | None] = [None] * len(texts)
+        whole = [i for i, text in enumerate(texts) if text.kind != "document"]
+        for i, ids in self._document_ids({i: t.text for i, t in enumerate(texts) if t.kind == "document"}):
+            results[i] = (Encoded(ids, np.ones(len(ids), bool), False) if len(ids) > 1 else
+                          BadSample("fewer than two tokens: nothing to predict"))
+        for i, (ids, trained) in zip(whole, self._masked([texts[i] for i in whole]), strict=True):
+            try:
+                results[i] = self._finished(texts[i].kind == "completion", ids, trained)
+            except BadSample as bad:
+                results[i] = bad
+        return results      # type: ignore[return-value]  # every index was filled
+
+    def _document_ids(self, texts: Mapping[int, str]) -> Iterator[tuple[int, np.ndarray]]:
+        parts: dict[int, list[np.ndarray]] = {i: [] for i in texts}
+        for group in _groups([(i, piece) for i, text in texts.items() for piece in _split(text)]):
+            encodings = self._backend.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            for (i, _), encoding in zip(group, encodings, strict=True):
+                parts[i].append(np.array(encoding.ids, np.uint32))
+        for i, found in parts.items():
+            ids = np.concatenate(found)
+            front, behind = self._ends(ids)
+            yield i, np.concatenate([front, ids, behind])
+
+    def _ends(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What to put around the tokens of plain text: BOS where the tokenizer itself would, and EOS; none doubled."""
+        bos = self._adds_bos and (len(ids) == 0 or ids[0] != self._bos_id)
+        eos = self._eos_id is not None and (len(ids) == 0 or ids[-1] != self._eos_id)
+        return (np.array([self._bos_id] if bos else [], np.uint32), np.array([self._eos_id] if eos else [], np.uint32))
+
+    def _masked(self, texts: Sequence[Text]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids and trained flags of each text, at least up to `max_length` if only the start is kept."""
+        results: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(texts)
+        waiting = list(range(len(texts)))
+        bounds = [bound * self._max_length for bound in CHARS_PER_TOKEN_BOUNDS]
+        for limit in [*bounds, None] if self._truncation == "keep_start" else [None]:
+            cut = [texts[i].text if limit is None else texts[i].text[:limit] for i in waiting]
+            for i, text, found in zip(waiting, cut, self._tokens(cut, [texts[i].edges for i in waiting]), strict=True):
+                if len(text) == len(texts[i].text) or len(found[0]) >= self._max_length + SETTLED_TOKENS:
+                    results[i] = found
+            waiting = [i for i in waiting if results[i] is None]
+        return results      # type: ignore[return-value]  # the last limit is none
+
+    def _tokens(self, texts: list[str], edges: Sequence[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        if not self._is_byte_level:
+            for encoding, its_edges in zip(self._backend.encode_batch(texts, add_special_tokens=False), edges,
+                                           strict=True):
+                yield _by_offsets(encoding, its_edges)
+            return
+        # Without offsets the library needs a quarter less time, and where tokens are bytes their lengths say the same.
+        for encoding, text, its_edges in zip(self._backend.encode_batch_fast(texts, add_special_tokens=False), texts,
+                                             edges, strict=True):
+            ids = np.array(encoding.ids, np.uint32)
+            bounds = self._token_bytes.bounds(text, ids)
+            if bounds is None:
+                yield _by_offsets(self._backend.encode(text, add_special_tokens=False), its_edges)
+            else:
+                yield ids, _mask(*bounds, _in_bytes(text, its_edges))
+
+    def _finished(self, is_completion: bool, ids: np.ndarray, trained: np.ndarray) -> Encoded:
+        if is_completion:
+            front, behind = self._ends(ids)
+            ids = np.concatenate([front, ids, behind])
+            trained = np.concatenate([np.full(len(front), not self._assistant_only_loss), trained,
+                                      np.ones(len(behind), bool)])
+        elif self._bos_id is not None and ids[:2].tolist() == [self._bos_id] * 2:
+            ids, trained = ids[1:], trained[1:]
+        truncated = len(ids) > self._max_length
+        if truncated:
+            if self._truncation == "drop":
+                raise BadSample("longer than max_length")
+            kept = slice(0, self._max_length) if self._truncation == "keep_start" else slice(-self._max_length, None)
+            ids, trained = ids[kept], trained[kept]
+        if not trained[1:].any():
+            raise BadSample("all trained tokens lie beyond max_length" if truncated else "no token of it is trained")
+        return Encoded(ids, trained, truncated)
+
+
+class TokenBytes:
+    """The bytes every token stands for, if the tokenizer is a byte-level one.
+
+    Nothing is taken on trust: `bounds` compares the bytes of the tokens with those of the text.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        vocabulary = backend.get_vocab()
+        self._bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            self._bytes[token_id] = token.translate(BYTE_OF_LETTER).encode("latin-1", "replace")
+        for token_id, added in backend.get_added_tokens_decoder().items():
+            self._bytes[token_id] = added.content.encode()
+        self._lengths = np.fromiter(map(len, self._bytes), np.int64, len(self._bytes))
+
+    def bounds(self, text: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Where each token starts and ends, in bytes of the text; None where they do not spell it byte by byte."""
+        if b"".join([self._bytes[token_id] for token_id in ids.tolist()]) != text.encode():
+            return None
+        lengths = self._lengths[ids]
+        ends = np.cumsum(lengths)
+        return ends - lengths, ends
+
+
+def _letters_of_bytes() -> dict[int, int]:
+    """Byte-level vocabularies write a byte as one letter: itself where it prints, else one from U+0100 on, in order."""
+    printing = {*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)}
+    others = [byte for byte in range(256) if byte not in printing]
+    return {256 + n: byte for n, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _letters_of_bytes()
+
+
+def _in_bytes(text: str, edges: list[int]) -> list[int]:
+    """Places among characters as places among UTF-8 bytes; both ascend."""
+    if text.isascii():
+        return edges
+    return np.cumsum([len(text[a:b].encode()) for a, b in pairwise([0, *edges])]).tolist()
+
+
+def _by_offsets(encoding: Encoding, edges: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    return np.array(encoding.ids, np.uint32), _mask(offsets[:, 0], offsets[:, 1], edges)
+
+
+def _mask(starts: np.ndarray, ends: np.ndarray, edges: list[int]) -> np.ndarray:
+    """True where a token overlaps a trained run. Tokens and runs are in order."""
+    trained = np.zeros(len(starts), bool)
+    firsts = np.searchsorted(ends, edges[0::2], side="right")
+    lasts = np.searchsorted(starts, edges[1::2], side="left")
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        trained[first:last] = True
+    return trained
+
+
+def _split(text: str) -> list[str]:
+    """The text in pieces of at most PIECE_CHARS, cut behind a line break that no blank follows, else anywhere."""
+    pieces, at = [], 0
+    while len(text) - at > PIECE_CHARS:
+        end = at + PIECE_CHARS
+        cut = text.rfind("\n", at, end - 1)
+        while cut >= 0 and text[cut + 1].isspace():
+            cut = text.rfind("\n", at, cut)
+        end = cut + 1 if cut >= 0 else end
+        pieces.append(text[at:end])
+        at = end
+    pieces.append(text[at:])
+    return pieces
+
+
+def _groups(pieces: Sequence[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Runs of pieces of at most about CALL_CHARS, so that one call never holds much more than that as tokens."""
+    group: list[tuple[int, str]] = []
+    num_chars = 0
+    for piece in pieces:
+        group.append(piece)
+        num_chars += len(piece[1])
+        if num_chars >= CALL_CHARS:
+            yield group
+            group, num_chars = [], 0
+    if group:
+        yield group
