@@ -8,6 +8,7 @@ settings), and the numpy specification of the optimizer.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -71,6 +72,7 @@ def whole(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
     model, output = (AutoModelForCausalLM.from_config(untied, **settings).eval().to(device) for _ in range(2))
     family = FAMILIES[type(model).__name__]
     packing = run_by_document(model.get_submodule(f"{family.backbone}.{family.layers}"), family)
+    tables_by_document(model, packing)
     for parameter in output.parameters():
         parameter.data = parameter.data.to(dtype)
     output.set_submodule(family.backbone, GivenBackbone(output.get_submodule(family.backbone)))
@@ -82,6 +84,26 @@ def whole(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
             delattr(model.get_submodule(parent), last)
             model.get_submodule(parent).register_buffer(last, parameter.detach())
     return Whole(model, output, packing)
+
+
+def tables_by_document(model: PreTrainedModel, packing: Packing) -> None:
+    """Rotary tables that depend on a length are made, document by document, by a rotary module built for it alone."""
+    parameters = model.config.to_dict().get("rope_parameters") or {}
+    if parameters.get("rope_type") not in ("dynamic", "longrope"):
+        return
+
+    def tables(kind: type[nn.Module], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        start, cos, sin = 0, [], []
+        for length in packing.lengths_tokens:
+            part = kind(model.config).to(x.device)(x, position_ids[:, start : start + length])
+            cos.append(part[0])
+            sin.append(part[1])
+            start += length
+        return torch.cat(cos, dim=1), torch.cat(sin, dim=1)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = functools.partial(tables, type(module))
 
 
 def set_state(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -220,8 +242,9 @@ def add_gradients(
     )
     inside = [name for name in sums if name not in output_w]
     if inside:
-        at = [dy, *(one.new_full((), scale) for one in beside)]
-        grads = torch.autograd.grad([y, *beside], [model.get_parameter(name) for name in inside], at)
+        trained = [one for one in beside if one.requires_grad]  # not if every router is frozen
+        at = [dy, *(one.new_full((), scale) for one in trained)]
+        grads = torch.autograd.grad([y, *trained], [model.get_parameter(name) for name in inside], at)
         for name, grad in zip(inside, grads, strict=True):
             sums[name] += grad.float()
     return sum((one.detach().double() for one in beside), loss)

@@ -134,6 +134,41 @@ def test_the_loss_is_felt_by_every_router_and_off_by_default() -> None:
     assert balance_of(tiny_config("mixtral"), "MixtralForCausalLM") is None
 
 
+@pytest.mark.parametrize("freeze", [[r"layers\.0\."], [r"layers\.1\."], ["layers", "embed"]])
+def test_frozen_layers_count_too(freeze: list[str]) -> None:
+    """A router that is not trained still chooses: the others' gradients, and the loss, depend on its choices."""
+    config = balanced_config("mixtral")
+    masters = tiny_masters(model_spec(config))
+    run = Streamed(config, masters, TOKENS, precision="fp32", freeze=freeze)
+    losses, state = [result.loss for result in run.train(STEPS, HYPERS)], run.state()
+    run.close()
+    want = reference.train(
+        config, masters, STEPS, HYPERS, precision="fp32", max_grad_norm=1.0, chunk_tokens=CHUNK_TOKENS,
+        freeze=freeze, router_loss=formula(config),
+    )  # fmt: skip
+    assert losses == want.losses
+    assert same_bytes(state, want.state) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"router_jitter_noise": 0.1}], ids=["plain", "jitter"])
+def test_compiled_layers_let_their_routers_be_heard(changes: dict[str, float]) -> None:
+    """One graph for forward, recomputation and kept forward, dice included: the same bits whichever is used."""
+    config = balanced_config("mixtral")
+    config.update(changes)
+    masters, states = tiny_masters(model_spec(config)), []
+    torch._dynamo.reset()
+    for placement in (Placement(), Placement(keep=True, round_micro_batches=1)):
+        run = Streamed(config, masters, TOKENS, precision="bf16", placement=placement, compiled=True)
+        run.train(STEPS, HYPERS)
+        states.append(run.state())
+        run.close()
+    assert same_bytes(*states) == []
+    name = "model.layers.1.mlp.gate.weight"
+    _, _, without = trained(tiny_config("mixtral"), "bf16", Placement())
+    assert states[0][name][0].tobytes() != without[name][0].tobytes()
+
+
 def test_evaluation_has_none() -> None:
     sums = []
     for config in (balanced_config("mixtral"), tiny_config("mixtral")):

@@ -1,13 +1,16 @@
 """Documents of a pack: submodules that carry state along the tokens see one document at a time; chunks as documents.
 
+Rotary tables that depend on the length of what they are for (dynamic, LongRoPE) are made for each document by itself.
+
 A recurrent or convolutional mixer run over a whole pack would leak the end of one document into the next. So it runs
 once for each document, on that document's tokens alone; everything else of its layer sees the whole pack.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +68,43 @@ def _each_document(mix: Callable[..., Any], packing: Packing, has_mask: bool, *a
     if isinstance(pieces[0], Tensor):
         return torch.cat(pieces, dim=1)
     return torch.cat([piece[0] for piece in pieces], dim=1), *pieces[0][1:]
+
+
+def tables_by_document(before: nn.Module, config: PreTrainedConfig, packing: Packing) -> bool:
+    """Make rotary tables that depend on a length depend on their document's alone; whether the config has such tables.
+
+    Each document gets a module as new: the library's own keeps, for dynamic scaling, the longest length it has seen,
+    so that bits would depend on what came before, and on where a run was resumed.
+    """
+    if not _RESIZED & set(_rope_types(config.to_dict().get("rope_parameters") or {})):
+        return False
+    rotaries = [module for module in before.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    if not rotaries:
+        raise ModelError(
+            f"{type(config).__name__}: rotary tables that depend on the length of a text are not made before the "
+            "layers, so documents of a pack would share them; set rope_parameters to another rope_type"
+        )
+    for rotary in rotaries:
+        rotary.forward = functools.partial(_tables_of_each_document, copy.deepcopy(rotary), packing)
+    return True
+
+
+_RESIZED = {"dynamic", "longrope"}
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> list[str]:
+    """Of every layer type, or of the one kind that there is."""
+    by_type = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
+    return [value["rope_type"] for value in by_type if "rope_type" in value]
+
+
+def _tables_of_each_document(
+    new: nn.Module, packing: Packing, x: Tensor, position_ids: Tensor, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """What copies of the rotary module `new` give for the positions of each document, end to end."""
+    pieces = position_ids.split(packing.lengths_tokens, dim=1)
+    tables = [copy.deepcopy(new)(x, position_ids=piece, **kwargs) for piece in pieces]
+    return tuple(torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
 
 
 def _cut(value: Any, rows: slice, num_tokens: int) -> Any:

@@ -19,7 +19,7 @@ from megatrain.errors import ModelError
 from megatrain.models import attention
 from megatrain.models.batch import TokenBatch
 from megatrain.models.dice import key_of, rolls_dice, thrown
-from megatrain.models.documents import chunk_ids, chunk_tokens_of, lengths_of, run_by_document
+from megatrain.models.documents import chunk_ids, chunk_tokens_of, lengths_of, run_by_document, tables_by_document
 from megatrain.models.families import Family
 from megatrain.models.meta import meta_model
 from megatrain.models.recorders import Absent, GivenBackbone, LayerCall, LayerCalls, Recorder, Tape
@@ -90,6 +90,7 @@ class ModelTemplate:
         self._before = self._with_recorders(copy.deepcopy(backbone), family.layers)
         for part in family.final:
             self._before.set_submodule(part, nn.Identity())
+        has_tables = tables_by_document(self._before, model.config, self._packing)
         self._after = self._with_recorders(backbone, family.layers)
         for name in _own_weights(self._after, family):
             self._after.set_submodule(name, Absent(self.spec.hidden_size))
@@ -99,7 +100,7 @@ class ModelTemplate:
         self.tail_names, self.output_names = self._split_head(model)
         self._call_block: BlockCall = _call_block
         self.saved_buffers: Mapping[str, Tensor] = self._find_buffers(f"{family.backbone}.{family.layers}")
-        self._by_document = bool(family.by_document + family.attends_by_document)
+        self._by_document = has_tables or bool(family.by_document + family.attends_by_document)
         self._chunk_tokens: int | None = chunk_tokens_of(model.config)
 
     def _with_recorders(self, backbone: nn.Module, layers_path: str) -> nn.Module:
@@ -148,6 +149,8 @@ class ModelTemplate:
             "attention_mask": mask,
             "use_cache": False,
         }
+        lengths = lengths_of(batch.document_ids_T) if self._by_document else ()
+        self._packing.lengths_tokens = lengths
         with thrown(_layer_key(dice, 0), self.device):
             functional_call(self._before, dict(w), (), inputs)
         h_1TD, calls = self._tape.first, tuple(self._tape.calls)
@@ -155,12 +158,10 @@ class ModelTemplate:
         self._tape.first = None
         assert h_1TD is not None
         assert len(calls) == len(self._layers), f"{len(calls)} layer calls for {len(self._layers)} layers"
-        if self._by_document:
-            lengths = lengths_of(batch.document_ids_T)
-            calls = tuple(call._replace(lengths_tokens=lengths) for call in calls)
         tally = None if self.balance is None or key is None else tally_of(batch)
         return h_1TD, tuple(
-            call._replace(dice=_layer_key(dice, number), tally=tally) for number, call in enumerate(calls, 1)
+            call._replace(lengths_tokens=lengths, dice=_layer_key(dice, number), tally=tally)
+            for number, call in enumerate(calls, 1)
         )
 
     def _mask_of(self, batch: TokenBatch) -> Tensor | dict[str, Tensor]:
