@@ -160,7 +160,10 @@ def group_of(key: str) -> str:
     return str(extra["group"])
 
 
-INNER_KEYS = {"memory": "memory has hbm, ram and disk", "dataset": "a dataset has path, format, repeat and weight"}
+INNER_KEYS = {
+    "memory": "memory has hbm, ram, disk, disk_tbw and disk_max_written",
+    "dataset": "a dataset has path, format, repeat and weight",
+}
 
 
 def _sentence(detail: ErrorDetails, table: Mapping[str, ConfigValue], source: str) -> str:

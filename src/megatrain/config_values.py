@@ -61,7 +61,9 @@ class Memory(BaseModel):
     model_config = STRICT
     hbm: Size = Field(default=None, description="GPU memory the run may use")
     ram: Size = Field(default=None, description="host memory the run may use")
-    disk: Size = Field(default=None, description="disk space that checkpoints may use")
+    disk: Size = Field(default=None, description="disk space that checkpoints and state on disk may use")
+    disk_tbw: Size = Field(default=None, description="bytes that the drive is rated to have written: its TBW")
+    disk_max_written: Size = Field(default=None, description="bytes that the run may write to the drive")
 
 
 class DatasetPart(BaseModel):

@@ -127,7 +127,7 @@ def store_of(run: Planned) -> SegmentStore:
     """Homes for every segment, empty."""
     assert run.config.precision != "auto", "resolve the config first"
     layouts = [layout_of(segment) for segment in run.spec.segments]
-    return SegmentStore(layouts, run.config.precision, run.plan, run.device)
+    return SegmentStore(layouts, run.config.precision, run.plan, run.device, Path(run.config.output_dir))
 
 
 def engine_of(run: Planned, store: SegmentStore) -> Engine:

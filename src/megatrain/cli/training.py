@@ -35,6 +35,7 @@ from megatrain.hardware.probe import matmul_flops_per_s
 from megatrain.memory import cap_device_memory
 from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner import refuse_misfit
+from megatrain.planner.price import refuse_wear
 from megatrain.train import FACTS, Keeper, Run, RunFolder, Watch, refuse_other_run, train
 from megatrain.train.metrics import Metrics, Work
 from megatrain.train.progress import display
@@ -66,6 +67,7 @@ def train_config(
         if checkpoint is not None:
             refuse_other_run(checkpoint, facts, allowed)
             start_step = checkpoint.step
+        refuse_wear(run.question, run.plan, num_steps_of(batches) - start_step)
         folder.begin(run.config, show.plan_json(run.spec, run.plan, run.table, run.machine), environment(run.machine))
         folder.cut_metrics(start_step)
         screen = display(start_step, num_steps_of(batches))
@@ -156,6 +158,8 @@ def _train_in(
     if config.memory.hbm is not None and run.device.type == "cuda":
         cap_device_memory(config.memory.hbm)
     store = store_of(run)
+    if store.disk is not None and store.disk.file.note is not None:
+        metrics.say(store.disk.file.note)
     if checkpoint is None:
         load_weights(run.source, store, run.spec)
     else:

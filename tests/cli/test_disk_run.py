@@ -1,0 +1,73 @@
+"""A run whose segments live on disk, as a person starts it: the same model, resumed too, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from megatrain.models.spec_of import model_spec
+from megatrain.schedule.plan import Plan, SegmentPlan
+from tests.cli.test_verbs import bits, megatrain, metrics
+
+
+def plan_on_disk(model: Path, target: Path) -> Path:
+    """A plan file with every state and all weights on disk."""
+    spec = model_spec(AutoConfig.from_pretrained(model))
+    segments = tuple(SegmentPlan(s.name, s.kind, True, state="disk", weights_home="disk") for s in spec.segments)
+    ends = {"weights": "own", "grads": "own"}
+    segments = tuple(s if s.kind == "block" else replace(s, **ends) for s in segments)  # type: ignore[arg-type]
+    plan = Plan(segments, spec.tied, weight_slots=2, grad_slots=2, round_micro_batches=2, disk_slots=2)
+    target.write_text(json.dumps(asdict(plan)))
+    return target
+
+
+def model_of(config: Path) -> Path:
+    words = dict(line.split(": ", 1) for line in config.read_text().splitlines() if ": " in line)
+    return Path(words["model"])
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_on_disk_is_the_run_in_ram_and_goes_on_from_its_checkpoint(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_on_disk(model_of(run_config), tmp_path / "plan.json")
+    assert megatrain("train", run_config, f"output_dir={tmp_path}/ram") == 0
+    assert megatrain("train", run_config, f"output_dir={tmp_path}/disk", "--plan", plan) == 0
+    assert same(bits(tmp_path / "ram", 6), bits(tmp_path / "disk", 6))
+    assert metrics(tmp_path / "ram") == metrics(tmp_path / "disk")
+    rows = [json.loads(line) for line in (tmp_path / "disk" / "metrics.jsonl").read_text().splitlines()]
+    lanes = [row["lanes"] for row in rows if "lanes" in row]
+    assert any(busy["disk"] > 0 and busy["disk_read"] > 0 for busy in lanes)
+    names = {path.name for path in (tmp_path / "disk").iterdir()}
+    assert names == {path.name for path in (tmp_path / "ram").iterdir()}, "no scratch file is left"
+    shutil.rmtree(tmp_path / "disk" / "checkpoints" / "step-6")
+    capsys.readouterr()
+    assert megatrain("train", run_config, f"output_dir={tmp_path}/disk", "--plan", plan) == 0
+    assert "going on after step 4" in capsys.readouterr().out
+    assert same(bits(tmp_path / "ram", 6), bits(tmp_path / "disk", 6))
+
+
+def test_a_run_that_would_wear_the_drive_beyond_its_allowance_does_not_start(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_on_disk(model_of(run_config), tmp_path / "plan.json")
+    words = ("train", run_config, f"output_dir={tmp_path}/worn", "--plan", plan)
+    assert megatrain(*words, "memory.disk_max_written=1MiB") == 2
+    error = capsys.readouterr().err
+    assert "the run would write" in error
+    assert "(6 steps of 343.50 KiB, the rest are checkpoints), memory.disk_max_written is 1.00 MiB" in error
+    assert not (tmp_path / "worn" / "metrics.jsonl").exists()
+    assert megatrain("plan", run_config, "--plan", plan, "max_steps=6", "memory.disk_tbw=1GB") in (0, 1)
+    shown = capsys.readouterr().out
+    assert "TB a day (" in shown
+    assert "of the drive's 0 TB)" in shown
+    assert megatrain(*words, "memory.disk_max_written=1GiB") == 0
