@@ -13,7 +13,7 @@ import pytest
 
 from bench.presets import PRESETS
 from bench.results import RESULTS
-from bench.step import load_config, make_plan, parse
+from bench.step import load_config, make_plan, parse, placed
 from megatrain.hardware.described import read_machine
 from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
@@ -34,9 +34,10 @@ STEPS = measured_steps(H200)
 
 def predicted(row: Mapping[str, Any]) -> Prediction:
     """What the planner says of a measured setting; the command has what the line leaves out."""
-    args = parse(shlex.split(row["command"])[4:])
-    args.resident, args.device_update = row.get("resident", ""), row.get("device_update", "")
-    spec = model_spec(load_config(args))
+    args = placed(parse(shlex.split(row["command"])[4:]), "")
+    placement = {key: row[key] for key in vars(placed(args, "")) if isinstance(row.get(key), str) and key != "model"}
+    args = SimpleNamespace(**vars(args) | placement)
+    spec = model_spec(load_config(args))  # type: ignore[arg-type]
     plan = make_plan(SimpleNamespace(spec=spec), args, row["micro_batches"])  # type: ignore[arg-type]
     layouts = {segment.name: layout_of(segment) for segment in spec.segments}
     shapes = Shapes(spec, layouts, 2, args.micro_batch_tokens, args.loss_chunk, not args.eager)

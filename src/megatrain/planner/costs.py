@@ -54,16 +54,13 @@ class Cost(NamedTuple):
 class CostModel:
     """Costs of the ops of one run.
 
-    `document_tokens`: length of the documents that attention meets. `visit_micro_batches`: how many micro-batches one
-    op stands for. `members`: segment of the schedule -> the model's segments it stands for; absent: itself.
+    `document_tokens`: length of the documents that attention meets.
     """
 
     shapes: Shapes
     rates: Rates
     document_tokens: int
     on_cpu: bool
-    visit_micro_batches: float = 1.0
-    members: Mapping[str, Sequence[str]] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Cost] = field(default_factory=dict)
     _block: dict[str, int] = field(init=False)
 
@@ -74,37 +71,33 @@ class CostModel:
         """Of an op that has every resource to itself."""
         return self.cost(op).seconds
 
-    def uses(self, op: Op) -> tuple[Use, ...]:
-        """What it takes of shared resources while it runs at full speed."""
-        return self.cost(op).uses
-
-    def sharing(self) -> Sharing:
-        """What ops share on this machine."""
+    @property
+    def capacity(self) -> Mapping[str, float]:
+        """What ops share on this machine, in the units of their uses."""
         rates = self.rates
-        capacity = {"dram": rates.dram_Bps, "link": rates.link_both_Bps, "disk": 1.0, "cores": 1.0}
-        return Sharing(self.uses, capacity)
+        return {"dram": rates.dram_Bps, "link": rates.link_both_Bps, "disk": 1.0, "cores": 1.0}
 
     def cost(self, op: Op) -> Cost:
         """Both, looked up: ops of one kind and segment cost the same at every micro-batch."""
-        key = (op.kind, op.segment, op.lane, len(op.reads), len(op.writes))
-        if key not in self._known:
-            parts = [self._cost_of(op, name) for name in self.members.get(op.segment, (op.segment,))]
-            total_s = sum(part.seconds for part in parts)
-            self._known[key] = Cost(total_s, parts[0].uses)
-        return self._known[key]
+        return self.cost_of(op, op.segment)
 
-    def _cost_of(self, op: Op, segment: str) -> Cost:
-        count = 1.0 if op.micro_batch is None else self.visit_micro_batches
+    def cost_of(self, op: Op, segment: str) -> Cost:
+        """The cost of `op` if it were for `segment`."""
+        key = (op.kind, segment, op.lane, len(op.reads), len(op.writes))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._count(op, segment)
+        return known
+
+    def _count(self, op: Op, segment: str) -> Cost:
         scale = self.rates.scale.get(op.kind, 1.0)
         if op.kind in _WORK:
             work = _WORK[op.kind](self, op, segment)
-            seconds = count * scale * self._work_seconds(work)
-            uses = self._work_uses(work, seconds / count)
-        else:
-            moved_bytes = sum(content_bytes(self.shapes, place, segment) for place in op.writes)
-            seconds = count * scale * (self.rates.op_s + moved_bytes / self._travel_Bps(op))
-            uses = self._travel_uses(op, moved_bytes / seconds * count)
-        return Cost(seconds, uses)
+            seconds = scale * self._work_seconds(work)
+            return Cost(seconds, self._work_uses(work, seconds))
+        moved_bytes = sum(content_bytes(self.shapes, place, segment) for place in op.writes)
+        seconds = scale * (self.rates.op_s + moved_bytes / self._travel_Bps(op))
+        return Cost(seconds, self._travel_uses(op, moved_bytes / seconds))
 
     def _work_seconds(self, work: Work) -> float:
         rates = self.rates
@@ -192,6 +185,33 @@ class CostModel:
         return Work(hbm_bytes=params * UPDATE_BYTES)
 
 
+@dataclass(frozen=True)
+class VisitCosts:
+    """Costs of the ops of a shorter schedule of the same run.
+
+    `micro_batches`: how many of them one op stands for. `members`: segment of the schedule -> the model's segments it
+    stands for; absent: itself.
+    """
+
+    model: CostModel
+    micro_batches: float
+    members: Mapping[str, Sequence[str]]
+
+    def seconds(self, op: Op) -> float:
+        """Of an op that has every resource to itself."""
+        count = 1.0 if op.micro_batch is None else self.micro_batches
+        cost_of = self.model.cost_of
+        return count * sum(cost_of(op, name).seconds for name in self.members.get(op.segment, (op.segment,)))
+
+    def uses(self, op: Op) -> tuple[Use, ...]:
+        """What it takes of shared resources while it runs at full speed."""
+        return self.model.cost_of(op, self.members.get(op.segment, (op.segment,))[0]).uses
+
+    def sharing(self) -> Sharing:
+        """What ops share on this machine."""
+        return Sharing(self.uses, self.model.capacity)
+
+
 def content_bytes(shapes: Shapes, place: Place, segment: str) -> int:
     """Bytes of what `place` holds for `segment`."""
     return CONTENT_BYTES[place.pool.rpartition(".")[2]](shapes, segment)
@@ -202,7 +222,7 @@ def _to_disk(op: Op) -> bool:
 
 
 def _boundary(shapes: Shapes, _segment: str) -> int:
-    return shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
+    return sizes.one_boundary_bytes(shapes)
 
 
 def _kept(shapes: Shapes, segment: str) -> int:
@@ -225,6 +245,7 @@ CONTENT_BYTES: Mapping[str, Callable[[Shapes, str], int]] = {
     "g": sizes.gradient_bytes,
     "grad": sizes.gradient_bytes,
     "act": _boundary,
+    "h": _boundary,
     "dact": _boundary,
     "kept": _kept,
     "file": _everything,

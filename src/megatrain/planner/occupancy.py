@@ -15,7 +15,7 @@ from megatrain.planner.costs import content_bytes
 from megatrain.schedule.ops import Kind, Op, Place, Schedule
 from megatrain.schedule.plan import Plan, Tier
 
-FLOW_POOLS = ("act", "dact", "kept")  # one for each micro-batch
+FLOW_POOLS = ("act", "h", "dact", "kept")  # one for each micro-batch
 
 
 class Level(NamedTuple):

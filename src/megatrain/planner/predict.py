@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from megatrain.hardware.rates import Rates
-from megatrain.planner.costs import CostModel
+from megatrain.planner.costs import CostModel, VisitCosts
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.build import build, rounds
-from megatrain.schedule.ops import Kind, Lane, Op, Schedule
+from megatrain.schedule.ops import Kind, Lane, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.schedule.simulate import Simulation, simulate
 
-MOST_ROUNDS = 3  # simulated; rounds after the second are alike
-EDGE_BLOCKS = 4  # at both ends, where a pass fills and drains, blocks are never taken together
+MOST_ROUNDS = 3  # simulated; those between the first and the last are alike
+EDGE_BLOCKS = 3  # at both ends, where a pass fills and drains, blocks are never taken together
 BOUNDS = {
     Lane.COMPUTE: "the device's arithmetic",
     Lane.H2D: "the link to the device",
@@ -39,6 +40,11 @@ class Workload:
     num_micro_batches: int
     document_tokens: int
     on_cpu: bool
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """What ops cost; looked up again and again by every simulation of it."""
+        return CostModel(self.shapes, self.rates, self.document_tokens, self.on_cpu)
 
 
 @dataclass(frozen=True)
@@ -75,25 +81,24 @@ class Prediction:
 def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Prediction:
     """The price of `plan` in seconds. `most_groups`: blocks placed alike are taken together until about so many are
     left, which costs a per cent or two of truth and saves most of the time; None: every block by itself."""
-    parts = rounds(work.num_micro_batches, plan.round_micro_batches)
+    num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     folded, members = (plan, {}) if most_groups is None else fold(plan, most_groups)
-    visits = replace(folded, round_micro_batches=1)
-    model = CostModel(
-        work.shapes,
-        work.rates,
-        work.document_tokens,
-        work.on_cpu,
-        visit_micro_batches=work.num_micro_batches / len(parts),
-        members=members,
+    costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, members)
+    trains = plan.lowest_trainable < len(plan.segments)  # a model of which nothing is trained is only read
+    schedule = build(
+        replace(folded, round_micro_batches=1),
+        "train" if trains else "eval",
+        min(num_rounds, MOST_ROUNDS),
+        pending_update=trains,
     )
-    runs = [_run(visits, model, count) for count in range(min(2, len(parts)), min(MOST_ROUNDS, len(parts)) + 1)]
-    schedule, simulation = runs[-1]
-    lanes_s, step_s = dict(simulation.busy_s), simulation.makespan_s
-    more = len(parts) - MOST_ROUNDS
-    if more > 0:
-        before = runs[-2][1]
-        step_s += more * (simulation.makespan_s - before.makespan_s)
-        lanes_s = {lane: s + more * (s - before.busy_s[lane]) for lane, s in lanes_s.items()}
+    simulation = simulate(schedule, costs.seconds, costs.sharing())
+    step_s, lanes_s = simulation.makespan_s, dict(simulation.busy_s)
+    if num_rounds > MOST_ROUNDS:
+        more = num_rounds - MOST_ROUNDS
+        since_s, until_s = _turns_s(schedule, simulation)[-2:]
+        step_s += more * (until_s - since_s)
+        for op, start_s, finish_s in zip(schedule, simulation.start_s, simulation.finish_s, strict=True):
+            lanes_s[op.lane] += more * max(0.0, min(finish_s, until_s) - max(start_s, since_s))
     critical_s: dict[tuple[Lane, Kind], float] = {}
     for index in simulation.critical_path:
         op = schedule[index]
@@ -102,11 +107,10 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
     return Prediction(step_s + work.rates.step_s, lanes_s, critical_s, schedule, simulation)
 
 
-def _run(plan: Plan, model: CostModel, num_rounds: int) -> tuple[Schedule, Simulation]:
-    """A model of which nothing is trained is only read."""
-    trains = plan.lowest_trainable < len(plan.segments)
-    schedule = build(plan, "train" if trains else "eval", num_rounds, pending_update=trains)
-    return schedule, simulate(schedule, model.seconds, model.sharing())
+def _turns_s(schedule: Schedule, simulation: Simulation) -> list[float]:
+    """When each round came to the turn of its pass: from one to the next, a whole round goes by."""
+    heads = zip(schedule, simulation.finish_s, strict=True)
+    return [finish_s for op, finish_s in heads if op.kind in (Kind.HEAD, Kind.LOSS)]
 
 
 def fold(plan: Plan, most_groups: int) -> tuple[Plan, Mapping[str, Sequence[str]]]:
@@ -126,8 +130,3 @@ def fold(plan: Plan, most_groups: int) -> tuple[Plan, Mapping[str, Sequence[str]
     folded = [replace(group[0], name=name) for name, group in zip(names, groups, strict=True)]
     members = {name: [block.name for block in group] for name, group in zip(names, groups, strict=True)}
     return replace(plan, segments=(plan.segments[0], *folded, plan.segments[-1])), members
-
-
-def label(op: Op) -> str:
-    """An op in words: "FORWARD L003"."""
-    return f"{op.kind} {op.segment}".strip()

@@ -18,14 +18,13 @@ from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, memory_table
-from megatrain.planner.costs import CostModel
 from megatrain.planner.predict import predict
 from megatrain.planner.table import TIERS
 from megatrain.schedule.build import rounds
 from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Plan, SegmentPlan, Tier
 
-GROUPS = 24  # of blocks, in the simulations of the search
+GROUPS = 18  # of blocks, in the simulations of the search
 DISK_SLOTS = 3  # one is read, one updated, one written
 STEP = 1.12  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
 
@@ -227,7 +226,7 @@ class _Floor:
 
     def __init__(self, question: Question) -> None:
         work = question.work
-        self._model = CostModel(work.shapes, work.rates, work.document_tokens, work.on_cpu)
+        self._model = work.costs
         self._num_micro_batches = work.num_micro_batches
         self._work = work
 
@@ -236,10 +235,14 @@ class _Floor:
         forward = [forward_s for forward_s, _ in passes]
         backward_s = sum(backward for _, backward in passes)
         host = accumulate(0.0 if s.updates_on_device else self._update_s(s, Lane.HOST) for s in plan.segments)
+        rates = self._work.rates
         floor_s = max(backward_s + sum(forward), self._link_s(plan))
         for index, host_s in enumerate(host):
-            floor_s = max(floor_s, host_s + backward_s + sum(forward[index:]))
-        return floor_s
+            segment = plan.segments[index]
+            if segment.state != "hbm":
+                fetch_s = sizes.weights_bytes(self._work.shapes, segment.name) / rates.h2d_Bps
+                floor_s = max(floor_s, host_s + fetch_s + backward_s + sum(forward[index:]))
+        return floor_s + rates.step_s
 
     def _link_s(self, plan: Plan) -> float:
         """Weights twice a round, but for what the slots hold at its turns; sums of shared slots home, and back for

@@ -89,8 +89,10 @@ def slot_bytes(
     if plan.has_tied_grad:
         table[str(TIED_GRAD)] = embedding_of(spec).num_elements * 4
     one_bytes = micro_batch_tokens * spec.hidden_size * compute_bytes
+    own_inputs = sorted({*range(len(plan.blocks) + 1)} - {*plan.offloaded})
     for m in range(plan.round_micro_batches):
-        table |= {f"act.{i}.{m}": one_bytes for i in range(len(plan.blocks) + 1)}
+        table |= {f"act.{i}.{m}": one_bytes for i in own_inputs}
+        table |= {f"h.{k}.{m}": one_bytes for k in range(plan.act_slots if plan.offloaded else 0)}
         table[f"dact.{m}"] = one_bytes
     return table
 
@@ -132,9 +134,22 @@ def tied_gradient_bytes(shapes: Shapes, plan: Plan) -> int:
 
 
 def boundary_bytes(shapes: Shapes, plan: Plan) -> int:
-    """Inputs of every block and of HEAD, and one gradient of them, for each micro-batch of a round."""
-    one = shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
-    return plan.round_micro_batches * (len(plan.blocks) + 2) * one
+    """Inputs of every block and of HEAD, and one gradient of them, for each micro-batch of a round; offloaded ones
+    share slots."""
+    count = len(plan.blocks) + 2
+    if plan.offloaded:
+        count += plan.act_slots - len(plan.offloaded)
+    return plan.round_micro_batches * count * one_boundary_bytes(shapes)
+
+
+def waiting_bytes(shapes: Shapes, plan: Plan) -> int:
+    """Inputs of blocks that wait in RAM for the backward pass."""
+    return plan.round_micro_batches * len(plan.waiting_in_ram) * one_boundary_bytes(shapes)
+
+
+def one_boundary_bytes(shapes: Shapes) -> int:
+    """A block's input for one micro-batch."""
+    return shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
 
 
 def _linear_width(block: SegmentSpec, expert_share: float) -> float:

@@ -1,0 +1,132 @@
+"""The cost model: every kind of op has a price from shapes and rates, and what is shared is shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatrain.hardware.described import read_machine
+from megatrain.models.layout import layout_of
+from megatrain.planner import Workload, predict
+from megatrain.planner.costs import ADD_BYTES, CONTENT_BYTES, LINEAR_SHARE, content_bytes
+from megatrain.planner.sizes import Shapes, slot_bytes
+from megatrain.schedule import Kind, Lane, Op, Place, Plan, Schedule, Use, build
+from tests.planner.test_planner import spec_of
+from tests.schedule.plans import plan_of
+
+SPEC = spec_of(4, 512)
+LAYOUTS = {segment.name: layout_of(segment) for segment in SPEC.segments}
+SHAPES = Shapes(SPEC, LAYOUTS, 2, 4096, 1024, compiled=True)
+RATES = read_machine("h200-125gb").rates
+WORK = Workload(SHAPES, RATES, 4, 1024, on_cpu=False)
+BLOCK = LAYOUTS["L000"].num_elements
+
+
+def plan(**changes: str) -> Plan:
+    """Four blocks; `changes` of all of them."""
+    made = plan_of([{"weights": "pool", "grads": "pool"}] * 4, tied=True)
+    segments = tuple(replace(s, **changes) if s.kind == "block" else s for s in made.segments)  # type: ignore[arg-type]
+    disk = any("disk" in word for word in changes.values())
+    return replace(made, segments=segments, disk_slots=3 if disk else 0, embedding_trainable=True)
+
+
+PLANS = [
+    plan(),
+    plan(activations="keep"),
+    plan(state="hbm", weights="own", grads="own"),
+    plan(update="device", weights="own", grads="own"),
+    plan(state="disk"),
+    plan(state="disk", weights_home="disk"),
+]
+
+
+def schedules() -> list[Schedule]:
+    made = [build(p, "train", 4, True) for p in PLANS] + [build(p, "eval", 4, False) for p in PLANS]
+    return made + [build(p, "save", 4, True) for p in PLANS]
+
+
+def op_of(kind: Kind, schedule: Schedule, segment: str = "L000") -> Op:
+    return next(op for op in schedule if op.kind is kind and op.segment == segment)
+
+
+def test_every_op_of_every_plan_has_a_price() -> None:
+    kinds = set()
+    for schedule in schedules():
+        for op in schedule:
+            assert WORK.costs.seconds(op) > 0.0
+            kinds.add(op.kind)
+    assert {Kind.FETCH_STATE, Kind.STORE, Kind.LOAD, Kind.LOAD_STATE, Kind.SPILL, Kind.SAVE, Kind.LOSS} <= kinds
+
+
+def test_what_moves_takes_its_bytes_over_the_rate_of_its_lane() -> None:
+    train = build(PLANS[0], "train", 4, True)
+    assert WORK.costs.seconds(op_of(Kind.FETCH, train)) == pytest.approx(RATES.op_s + 2 * BLOCK / RATES.h2d_Bps)
+    assert WORK.costs.seconds(op_of(Kind.DRAIN, train)) == pytest.approx(RATES.op_s + 4 * BLOCK / RATES.d2h_Bps)
+    disk = build(PLANS[5], "train", 4, True)
+    load, spill = op_of(Kind.LOAD_STATE, disk), op_of(Kind.SPILL, disk)
+    assert WORK.costs.seconds(load) == pytest.approx(RATES.op_s + 10 * BLOCK / RATES.disk_read_Bps)
+    assert WORK.costs.seconds(spill) == pytest.approx(RATES.op_s + 12 * BLOCK / RATES.disk_write_Bps)
+
+
+def test_arithmetic_takes_its_flops_over_the_rate() -> None:
+    train, keep = build(PLANS[0], "train", 4, True), build(PLANS[1], "train", 4, True)
+    forward = WORK.costs.seconds(op_of(Kind.FORWARD, train))
+    products = 2 * sum(t.num_elements for t in SPEC.blocks[0].tensors) * 4096
+    assert forward > products / (LINEAR_SHARE * RATES.matmul_flops_per_s)
+    whole, kept = (WORK.costs.seconds(op_of(Kind.BACKWARD, s)) for s in (train, keep))
+    assert whole - kept == pytest.approx(forward - RATES.op_s, rel=1e-6), "recomputing is one more forward"
+    adds = SHAPES.layouts["L000"].num_trainable * ADD_BYTES / RATES.hbm_Bps
+    assert kept > 2 * products / (LINEAR_SHARE * RATES.matmul_flops_per_s) + adds
+
+
+def test_an_update_takes_host_memory_or_hbm() -> None:
+    host, device = (op_of(Kind.UPDATE, build(PLANS[i], "train", 4, True)) for i in (0, 2))
+    assert (host.lane, device.lane) == (Lane.HOST, Lane.COMPUTE)
+    assert WORK.costs.seconds(host) == pytest.approx(RATES.op_s + BLOCK / RATES.update_params_per_s)
+    assert WORK.costs.seconds(device) == pytest.approx(RATES.op_s + 28 * BLOCK / RATES.hbm_Bps)
+    (use,) = WORK.costs.cost(host).uses
+    assert (use.resource, use.yields) == ("dram", True)
+    assert use.rate == pytest.approx(28 * RATES.update_params_per_s, rel=0.1)
+
+
+def test_one_table_says_what_a_place_holds_for_costs_and_for_the_arena() -> None:
+    slots = slot_bytes(SPEC, PLANS[3], LAYOUTS, 2, 4096)
+    assert content_bytes(SHAPES, Place("w", "L000"), "L000") == slots["w.L000"]
+    assert content_bytes(SHAPES, Place("g", "L000"), "L000") == slots["g.L000"]
+    states = sum(size for name, size in slots.items() if name.startswith("s.L000"))
+    assert content_bytes(SHAPES, Place("s", "L000"), "L000") == states
+    assert content_bytes(SHAPES, Place("act", 1, 0), "L000") == slots["act.1.0"]
+    pools = {place.pool for schedule in schedules() for op in schedule for place in (*op.reads, *op.writes)}
+    assert {pool.rpartition(".")[2] for pool in pools} - {"cell"} <= set(CONTENT_BYTES)
+
+
+def test_a_faster_part_makes_the_lane_that_is_bound_by_it_shorter() -> None:
+    slow = predict(WORK, PLANS[0])
+    for field, lane in (("h2d_Bps", Lane.H2D), ("d2h_Bps", Lane.D2H), ("update_params_per_s", Lane.HOST)):
+        rates = replace(RATES, **{field: 2 * getattr(RATES, field)}, link_both_Bps=1e12, dram_Bps=1e12)
+        fast = predict(replace(WORK, rates=rates), PLANS[0])
+        assert fast.lanes_s[lane] < 0.8 * slow.lanes_s[lane], field
+
+
+def test_the_bound_is_named_and_more_rounds_cost_their_traffic() -> None:
+    slow_link = replace(RATES, h2d_Bps=1e8, d2h_Bps=1e8, link_both_Bps=2e8)
+    bound = predict(replace(WORK, rates=slow_link), PLANS[0])
+    assert bound.bound_lane in (Lane.H2D, Lane.D2H)
+    assert "link" in bound.bound
+    assert 0.5 < bound.bound_share <= 1.0
+    many = replace(WORK, num_micro_batches=12)
+    times = [predict(many, replace(PLANS[0], round_micro_batches=n)).lanes_s[Lane.H2D] for n in (12, 6, 3, 2, 1)]
+    assert times == sorted(times)
+    rest = [after / before for before, after in pairwise(times)]
+    assert all(1.5 < ratio < 3.5 for ratio in rest), rest
+
+
+def test_a_use_at_full_speed_is_what_the_op_moves() -> None:
+    fetch = op_of(Kind.FETCH, build(PLANS[0], "train", 4, True))
+    cost = WORK.costs.cost(fetch)
+    assert {use.resource for use in cost.uses} == {"link", "dram"}
+    for use in cost.uses:
+        assert isinstance(use, Use)
+        assert use.rate * cost.seconds == pytest.approx(2 * BLOCK)

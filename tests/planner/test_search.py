@@ -1,0 +1,125 @@
+"""The search: more memory never gives a slower plan, whatever is short; and it is quick."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.config import RunConfig, resolved
+from megatrain.hardware import Machine
+from megatrain.hardware.described import read_machine
+from megatrain.models.spec import ModelSpec
+from megatrain.planner import Question, least_bytes, memory_table, predict, question_of, search
+from megatrain.planner.predict import fold
+from megatrain.planner.search import GROUPS
+from megatrain.schedule.plan import Plan, validate
+from tests.planner.test_planner import spec_of
+
+GIB = 1 << 30
+H200 = read_machine("h200-125gb")
+SMALL = spec_of(10, 2048, tied=False, vocab_size=50_000)
+
+
+def question(spec: ModelSpec = SMALL, machine: Machine = H200.machine, **keys: object) -> Question:
+    base = {"model": "m", "dataset": "d", "max_length": 2048, "micro_batch_tokens": 4096, "save_strategy": "no", **keys}
+    return question_of(spec, resolved(RunConfig(**base), "cuda", 16), machine, H200.rates)
+
+
+def with_memory(asked: Question, hbm_gib: float, ram_gib: float) -> Question:
+    machine = replace(
+        asked.machine, hbm_free_bytes=int(hbm_gib * GIB), ram_available_bytes=int(ram_gib * GIB), disk_free_bytes=GIB**2
+    )
+    return replace(asked, machine=machine)
+
+
+def step_s(asked: Question, plan: Plan) -> float:
+    """As the search counts it."""
+    return predict(asked.work, plan, GROUPS).step_s
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    hbm=st.tuples(st.floats(4, 40), st.floats(4, 40)),
+    ram=st.tuples(st.floats(6, 40), st.floats(6, 40)),
+    rows=st.sampled_from([2, 8, 24]),
+    activations=st.sampled_from(["auto", "recompute"]),
+)
+def test_more_memory_never_gives_a_slower_plan(
+    hbm: tuple[float, float], ram: tuple[float, float], rows: int, activations: str
+) -> None:
+    asked = question(train_batch_size=rows, activations=activations)
+    less, more = with_memory(asked, min(hbm), min(ram)), with_memory(asked, max(hbm), max(ram))
+    small, large = search(less), search(more)
+    for plan in (small, large):
+        validate(plan)
+    if memory_table(less, small).overall == "FITS":
+        assert memory_table(more, large).overall == "FITS"
+        assert step_s(more, large) <= step_s(more, small) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("hbm_gib", [5, 8, 16, 60])
+def test_what_is_chosen_beats_streaming_everything_and_keeps_the_budget(hbm_gib: int) -> None:
+    asked = with_memory(question(train_batch_size=8), hbm_gib, 60)
+    plan = search(asked)
+    assert memory_table(asked, plan).overall == "FITS"
+    streamed = replace(
+        plan,
+        round_micro_batches=1,
+        segments=tuple(
+            replace(s, state="ram", activations="recompute", weights="pool", grads="pool") if s.kind == "block" else s
+            for s in plan.segments
+        ),
+    )
+    assert step_s(asked, plan) <= step_s(asked, streamed)
+
+
+def test_a_small_step_keeps_its_state_in_hbm_and_a_large_one_its_activations() -> None:
+    """The optimizer bounds a step of few tokens, arithmetic one of many."""
+    few = search(with_memory(question(train_batch_size=1, micro_batch_tokens=2048), 12, 60))
+    many = search(with_memory(question(train_batch_size=64, micro_batch_tokens=8192), 12, 60))
+    assert sum(b.state == "hbm" for b in few.blocks) > sum(b.state == "hbm" for b in many.blocks)
+    roomy = search(with_memory(question(train_batch_size=64, micro_batch_tokens=8192), 20, 60))
+    assert all(b.activations == "keep" for b in roomy.blocks)
+
+
+def test_the_disk_takes_what_ram_cannot_and_no_more() -> None:
+    asked = question(train_batch_size=8)
+    plenty, short = search(with_memory(asked, 8, 60)), search(with_memory(asked, 8, 10))
+    assert (plenty.disk_slots, sum(s.state == "disk" for s in plenty.segments)) == (0, 0)
+    on_disk = [s.state == "disk" for s in short.segments]
+    assert any(on_disk)
+    table = memory_table(with_memory(asked, 8, 10), short)
+    assert table.overall == "FITS"
+    first = on_disk.index(True)
+    back = replace(short, segments=tuple(
+        replace(s, state="ram") if i == first else s for i, s in enumerate(short.segments)
+    ))  # fmt: skip
+    assert memory_table(with_memory(asked, 8, 10), back).verdict("ram") != "FITS", "one more would have fitted RAM"
+
+
+def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:
+    asked = with_memory(question(train_batch_size=8), 8, 60)
+    least = least_bytes(asked, "ram")
+    assert least is not None
+    assert least_bytes(with_memory(asked, 0.5, 60), "ram") is None
+
+
+def test_a_folded_plan_costs_about_what_the_whole_one_does() -> None:
+    asked = with_memory(question(spec_of(120, 2048), train_batch_size=8), 40, 200)
+    plan = search(asked)
+    folded, members = fold(plan, GROUPS)
+    assert len(folded.blocks) < 60
+    assert [name for group in members.values() for name in group] == [b.name for b in plan.blocks]
+    assert predict(asked.work, plan, GROUPS).step_s == pytest.approx(predict(asked.work, plan).step_s, rel=0.05)
+
+
+def test_the_search_is_quick_at_120_layers() -> None:
+    """Under 2 s on a quiet machine; the test allows a busy one twice that."""
+    asked = question(spec_of(120, 4096), max_length=8192, micro_batch_tokens=16384, train_batch_size=64)
+    before = time.process_time()
+    search(with_memory(asked, 79, 400))
+    assert time.process_time() - before < 4.0

@@ -1,0 +1,101 @@
+"""A trace is laid over the schedule of its plan: times on one clock, rates fitted, another plan's trace refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import PlanError
+from megatrain.hardware.described import read_machine
+from megatrain.planner import Question, predict, question_of
+from megatrain.planner.chart import chart
+from megatrain.planner.occupancy import occupancy
+from megatrain.planner.search import search
+from megatrain.planner.traced import Span, calibrate, matched, read_trace, spans_of
+from megatrain.schedule import Lane, Plan, build, simulate
+from tests.planner.test_planner import config_of, spec_of
+
+H200 = read_machine("h200-125gb")
+STREAMS = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+
+
+@pytest.fixture(scope="module")
+def question() -> Question:
+    machine = replace(H200.machine, hbm_free_bytes=6 << 30)
+    config = config_of("cuda", max_length=1024, micro_batch_tokens=2048, train_batch_size=6, save_strategy="no")
+    return question_of(spec_of(6, 2048), config, machine, H200.rates)
+
+
+@pytest.fixture(scope="module")
+def plan(question: Question) -> Plan:
+    return search(question)
+
+
+def spans_at(question: Question, plan: Plan, slower: dict[str, float]) -> list[Span]:
+    """What a machine would trace whose ops of some kinds take so many times longer, lane by lane, each on its clock."""
+    costs = question.work.costs
+    schedule = build(plan, "train", question.num_micro_batches, True)
+    made = simulate(schedule, lambda op: costs.seconds(op) * slower.get(op.kind, 1.0))
+    spans = spans_of(schedule, list(zip(made.start_s, made.finish_s, strict=True)))
+    zeros = {
+        on_stream: min((s.start_s for s in spans if (s.lane in STREAMS) == on_stream), default=0.0)
+        for on_stream in (True, False)
+    }
+    moved = [s._replace(start_s=s.start_s - zeros[s.lane in STREAMS], end_s=s.end_s - zeros[s.lane in STREAMS])
+             for s in spans]  # fmt: skip
+    return sorted(moved, key=lambda s: [str(lane) for lane in Lane].index(s.lane))
+
+
+def test_rates_are_fitted_kind_by_kind(question: Question, plan: Plan) -> None:
+    slower = {"BACKWARD": 1.5, "UPDATE": 0.5, "FETCH": 2.0}
+    rates = calibrate(question, plan, spans_at(question, plan, slower))
+    for kind, scale in rates.scale.items():
+        assert scale == pytest.approx(slower.get(kind, 1.0)), kind
+    fitted = replace(question, work=replace(question.work, rates=rates))
+    before, after = predict(question.work, plan), predict(fitted.work, plan)
+    assert after.lanes_s[Lane.COMPUTE] > 1.2 * before.lanes_s[Lane.COMPUTE]
+
+
+def test_times_come_onto_one_clock(question: Question, plan: Plan) -> None:
+    """Streams count from their own first op: no op may start before what it waits for has ended."""
+    streamed = replace(plan, segments=tuple(
+        replace(s, state="ram", weights="pool" if s.kind == "block" else "own",
+                grads="pool" if s.kind == "block" else "own") for s in plan.segments
+    ))  # fmt: skip
+    schedule, times_s = matched(streamed, spans_at(question, streamed, {"UPDATE": 30.0}))
+    ends_s = {op.records: end for op, (_, end) in zip(schedule, times_s, strict=True) if op.records}
+    waits = [(token, start) for op, (start, _) in zip(schedule, times_s, strict=True) for token in op.waits]
+    assert waits
+    assert all(start >= ends_s[token] - 1e-9 for token, start in waits)
+
+
+def test_a_trace_of_another_plan_is_refused(question: Question, plan: Plan) -> None:
+    spans = spans_at(question, plan, {})
+    other = replace(plan, segments=tuple(replace(s, state="ram", update="home") for s in plan.segments))
+    with pytest.raises(PlanError, match="it is of another plan"):
+        matched(other, spans)
+
+
+def test_a_trace_file_is_read_back_and_another_file_refused(tmp_path: Path, question: Question, plan: Plan) -> None:
+    spans = spans_at(question, plan, {})
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(span._asdict()) + "\n" for span in spans))
+    assert read_trace(file) == spans
+    file.write_text('{"loss": 1}\n')
+    with pytest.raises(PlanError, match="is no trace of a run"):
+        read_trace(file)
+    with pytest.raises(PlanError, match="cannot be read"):
+        read_trace(tmp_path / "none.jsonl")
+
+
+def test_a_real_trace_draws_the_same_chart_as_its_plan(question: Question, plan: Plan) -> None:
+    drawn = []
+    for slower in ({}, {"BACKWARD": 2.0}):
+        schedule, times_s = matched(plan, spans_at(question, plan, slower))
+        levels = occupancy(question, plan, schedule, times_s)
+        drawn.append(chart("a step", spans_of(schedule, times_s), levels, {"hbm": 6 << 30}))
+    assert drawn[0].count("<rect") == drawn[1].count("<rect")
+    assert drawn[0] != drawn[1]
