@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain.errors import PlanError
+from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
 
@@ -57,8 +58,11 @@ def _refuse_other_model(path: Path, plan: Plan, spec: ModelSpec) -> None:
         raise PlanError(
             f"--plan: {path} is for {len(plan.blocks)} blocks, the model has {len(spec.blocks)}; plan this model anew"
         )
-    if plan.tied != spec.tied:
-        raise PlanError(f"--plan: {path} says tied is {plan.tied}, the model's is {spec.tied}; plan this model anew")
+    facts = {"tied": (plan.tied, spec.tied)}
+    facts["embedding_trainable"] = (plan.embedding_trainable, embedding_of(spec).trainable)
+    for key, (said, true) in facts.items():
+        if said != true:
+            raise PlanError(f"--plan: {path} says {key} is {said}, the model's is {true}; plan this model anew")
     for planned, segment in zip(plan.segments, spec.segments, strict=True):
         trainable = any(tensor.trainable for tensor in segment.tensors)
         if planned.trainable != trainable:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from megatrain.errors import PlanError
 from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
-from megatrain.planner.costs import content_bytes
+from megatrain.planner.costs import VisitCosts, content_bytes
 from megatrain.planner.predict import Prediction, Workload, predict
 from megatrain.planner.table import gib
-from megatrain.schedule.build import build
-from megatrain.schedule.ops import Lane
+from megatrain.schedule.build import build, rounds
+from megatrain.schedule.ops import Lane, Schedule
 from megatrain.schedule.plan import Plan
 
 TB = 1e12
@@ -25,6 +26,7 @@ class Price:
     """`step_tokens`: of a full step. `num_steps`, and what follows from it, is None if only the data can say it."""
 
     prediction: Prediction
+    work_s: Mapping[Lane, float]  # of each lane, if its ops had their resources to themselves
     rates_source: str
     step_tokens: int
     model_flops: int  # of a step
@@ -56,10 +58,12 @@ class Price:
             f"checkpoint: {gib(self.checkpoint_bytes)}, {self.checkpoints} on disk at the most",
             f"step: {step_s:.3f} s, {speed}, simulated (rates: {self.rates_source})",
         ]
-        for lane, busy_s in self.prediction.lanes_s.items():
-            if busy_s:
-                text.append(f"  {lane:<8}{busy_s:>9.3f} s busy  {busy_s / step_s:>4.0%}")
+        for lane, work_s in self.work_s.items():
+            if work_s:
+                busy_s = self.prediction.lanes_s[lane]
+                text.append(f"  {lane:<10}{work_s:>10.3f} s of work, busy {busy_s:.3f} s ({busy_s / step_s:.0%})")
         text.append(f"bound: {self.prediction.bound} ({self.prediction.bound_share:.0%} of the critical path)")
+        text.append(f"critical path: {self._critical()}")
         if self.step_written_bytes:
             day = f"{self.day_written_bytes / TB:,.1f} TB a day{self._of_rated(self.day_written_bytes)}"
             text.append(f"written to the disk by each step: {self.step_written_bytes / TB:.3f} TB, {day}")
@@ -71,6 +75,12 @@ class Price:
             text.append(f"run: {self.num_steps:,} steps, {long}; {wear}")
         return text
 
+    def _critical(self) -> str:
+        """What the longest chain of ops is made of, largest share first."""
+        parts = sorted(self.prediction.critical_s.items(), key=lambda part: -part[1])
+        total_s = sum(seconds for _, seconds in parts)
+        return ", ".join(f"{kind} {s / total_s:.0%}" for (_, kind), s in parts if s >= total_s / 100)
+
     def _of_rated(self, num_bytes: float) -> str:
         if self.disk_tbw_bytes is None:
             return ""
@@ -81,6 +91,7 @@ class Price:
         critical = {f"{lane} {kind}": seconds for (lane, kind), seconds in self.prediction.critical_s.items()}
         return {
             "step_s": self.prediction.step_s,
+            "work_s": {str(lane): seconds for lane, seconds in self.work_s.items()},
             "lanes_s": {str(lane): seconds for lane, seconds in self.prediction.lanes_s.items()},
             "bound": self.prediction.bound,
             "bound_share": self.prediction.bound_share,
@@ -106,6 +117,7 @@ def price_of(question: Question, plan: Plan) -> Price:
     steps = config.max_steps
     return Price(
         prediction=predict(question.work, plan),
+        work_s=_work_s(question.work, plan),
         rates_source=question.work.rates.source,
         step_tokens=config.train_batch_size * config.max_length,
         model_flops=train_flops(shapes.spec, [config.max_length] * config.train_batch_size),
@@ -116,6 +128,21 @@ def price_of(question: Question, plan: Plan) -> Price:
         run_written_bytes=None if steps is None else run_written_bytes(question, plan, steps),
         disk_tbw_bytes=config.memory.disk_tbw,
     )
+
+
+def _work_s(work: Workload, plan: Plan) -> Mapping[Lane, float]:
+    num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
+    costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, {})
+    work_s = dict.fromkeys(Lane, 0.0)
+    for op in _step(replace(plan, round_micro_batches=1), num_rounds):
+        work_s[op.lane] += costs.seconds(op)
+    return work_s
+
+
+def _step(plan: Plan, num_micro_batches: int) -> Schedule:
+    """The program of a step; of a model that is only read, its evaluation."""
+    trains = plan.lowest_trainable < len(plan.segments)
+    return build(plan, "train" if trains else "eval", num_micro_batches, pending_update=trains)
 
 
 def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
@@ -143,10 +170,10 @@ def refuse_wear(question: Question, plan: Plan, num_steps: int) -> None:
 
 def step_written_bytes(work: Workload, plan: Plan) -> int:
     """Bytes that one step writes to the disk, from its schedule."""
-    schedule = build(plan, "train", work.num_micro_batches, pending_update=True)
+    num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     return sum(
         content_bytes(work.shapes, place, op.segment)
-        for op in schedule
+        for op in _step(replace(plan, round_micro_batches=1), num_rounds)
         if op.lane is Lane.DISK
         for place in op.writes
         if place.pool.startswith("disk")

@@ -154,7 +154,7 @@ def one_boundary_bytes(shapes: Shapes) -> int:
 
 def _linear_width(block: SegmentSpec, expert_share: float) -> float:
     """Σ (inputs + outputs) a token has over the block's matrices."""
-    dense = sum(sum(t.shape) for t in block.tensors if len(t.shape) == 2)
+    dense = sum(sum(t.shape) for t in block.tensors if len(t.shape) == 2 and not t.local.endswith("bias"))
     experts = [t for t in block.tensors if len(t.shape) == 3]
     return dense + sum(t.shape[0] * expert_share * (t.shape[1] + t.shape[2]) for t in experts)
 

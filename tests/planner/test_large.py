@@ -1,0 +1,266 @@
+"""Two machines, two models: every number that `plan` prints is worked out again here, from shapes and rates alone.
+
+Nothing of the planner is used but the choices it made (how many segments live where, how many rounds) and the shares it
+states in docs/planning.md. Legend: D hidden, V vocabulary, T tokens of a micro-batch, L blocks, M micro-batches of a
+step, R rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.cli.main import main
+from megatrain.hardware.described import FOLDER
+
+DATA = Path(__file__).parent / "data"
+T, CHUNK, MIB = 16384, 2048, 1 << 20
+PER_CENT = 0.01
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters of each part, and what a token meets of a block."""
+
+    embed: int
+    block: int
+    head: int
+    active: int  # of a block, that a token is multiplied with
+    experts: int  # of those, in experts
+    widths: int  # Σ (inputs + outputs) of a block's matrices, for one token
+    hidden: int
+    vocab: int
+    blocks: int
+    attention: tuple[int, ...]  # forward operations of each block over one micro-batch
+    tied: bool
+
+    @property
+    def total(self) -> int:
+        return self.embed + self.blocks * self.block + self.head
+
+
+def gpt_oss(length: int) -> Model:
+    c = json.loads((DATA / "gpt-oss-120b/config.json").read_text())
+    d, v, e, k, f = (c[name] for name in ("hidden_size", "vocab_size", "num_local_experts", "num_experts_per_tok",
+                                          "intermediate_size"))  # fmt: skip
+    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+    attention = d * q + q + 2 * (d * kv + kv) + q * d + d + c["num_attention_heads"]
+    expert = d * 2 * f + 2 * f + f * d + d
+    rest = attention + 2 * d + e * d + e
+    pairs = [w * (w + 1) // 2 + (length - w) * w for w in (c["sliding_window"], length)]
+    return Model(
+        embed=v * d,
+        block=rest + e * expert,
+        head=v * d + d,
+        active=rest + k * expert,
+        experts=k * expert,
+        widths=2 * (d + q) + 2 * (d + kv) + (d + e) + k * (d + 2 * f + f + d),
+        hidden=d,
+        vocab=v,
+        blocks=c["num_hidden_layers"],
+        attention=tuple(4 * q * pairs[i % 2] * (T // length) for i in range(c["num_hidden_layers"])),
+        tied=False,
+    )
+
+
+def dense(length: int) -> Model:
+    c = json.loads((DATA / "dense-175b/config.json").read_text())
+    d, f, v, n = (c[name] for name in ("hidden_size", "ffn_dim", "vocab_size", "num_hidden_layers"))
+    block = 4 * (d * d + d) + d * f + f + f * d + d + 4 * d
+    return Model(
+        embed=v * d + (c["max_position_embeddings"] + 2) * d,
+        block=block,
+        head=2 * d,
+        active=block,
+        experts=0,
+        widths=4 * 2 * d + 2 * (d + f),
+        hidden=d,
+        vocab=v,
+        blocks=n,
+        attention=tuple(4 * d * (length * (length + 1) // 2) * (T // length) for _ in range(n)),
+        tied=True,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: str
+    machine: str
+    length: int
+    rows: int
+    model: Model
+    words: tuple[str, ...]
+
+
+CASES = [
+    Case("gpt-oss-120b", "h200-1.5tb", 8192, 64, gpt_oss(8192), ("save_strategy=no",)),
+    Case("dense-175b", "b200-192gb", 2048, 256, dense(2048), ()),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.folder)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def shown(case: Case) -> dict[str, Any]:
+    """The JSON that `plan` prints, with the choices counted."""
+    capture = pytest.MonkeyPatch()
+    printed: list[str] = []
+    words = [f"max_length={case.length}", f"train_batch_size={case.rows}", "max_steps=1000", *case.words]
+    capture.setattr("sys.argv", ["megatrain", "plan", str(DATA / case.folder), *words, "--machine", case.machine,
+                                 "--json"])  # fmt: skip
+    capture.setattr("builtins.print", lambda text, **_: printed.append(text))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    capture.undo()
+    assert ended.value.code == 0
+    table = json.loads("\n".join(printed))
+    segments = table["plan"]["segments"]
+    places = {
+        "hbm": [s for s in segments if s["state"] == "hbm"],
+        "ram": [s for s in segments if s["state"] == "ram"],
+        "disk": [s for s in segments if s["state"] == "disk"],
+    }
+    assert all(s["weights_home"] == "ram" for s in segments)
+    assert all(s["activations"] == "recompute" for s in segments)
+    return {**table, "places": places, "M": case.rows * case.length // T}
+
+
+def parameters(model: Model, segments: list[dict[str, Any]]) -> int:
+    sizes = {"embed": model.embed, "block": model.block, "head": model.head}
+    return sum(sizes[segment["kind"]] for segment in segments)
+
+
+def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
+    """Component -> bytes, worked out again."""
+    model, places, plan = case.model, shown["places"], shown["plan"]
+    d, v = model.hidden, model.vocab
+    ends = [s for s in plan["segments"] if s["kind"] != "block"]
+    own_ends = sum(
+        parameters(model, [s]) * (16 if s["state"] == "hbm" else 6) for s in ends
+    )  # an own slot: weights and gradient; at home in HBM the state too
+    resident = [s for s in places["hbm"] if s["kind"] == "block"]
+    streams = model.blocks - len(resident)
+    round_size = plan["round_micro_batches"]
+    backward = T * model.widths * 2 + 4 * T * d * 2 + model.block * 2
+    head = CHUNK * v * 13 + v * d * 2 + 3 * T * d * 2
+    away = [*places["ram"], *places["disk"]]
+    landing = plan["disk_slots"] * 10 * max((parameters(model, [s]) for s in places["disk"]), default=0)
+    copies = 0 if "save_strategy=no" in case.words else 3
+    return {
+        "slots and homes of EMBED and HEAD": own_ends,
+        "homes of resident blocks": 16 * parameters(model, resident),
+        "shared weight slots": 2 * 2 * model.block * (streams > 0),
+        "shared gradient slots": 2 * 4 * model.block * (streams > 0),
+        "second gradient of the tied embedding": 4 * v * d if model.tied else 0,
+        "boundary activations of a round": round_size * (model.blocks + 2) * T * d * 2,
+        f"working memory ({'backward of a block' if backward > head else 'head and loss'})": max(backward, head),
+        "CUDA libraries": 700 * MIB,
+        "weights": 2 * parameters(model, away),
+        "optimizer state": 10 * parameters(model, places["ram"]),
+        "gradients": 4 * parameters(model, away),
+        "landing slots of the disk": landing,
+        "optimizer state on disk": 10 * parameters(model, places["disk"]),
+        "program and libraries": 3200 * MIB,
+        "checkpoint writer": 96 * MIB if copies else 0,
+        f"checkpoints ({copies})": copies * 12 * model.total,
+    }
+
+
+def test_the_model_has_the_parameters_of_its_name(case: Case, shown: dict[str, Any]) -> None:
+    assert shown["num_parameters"] == case.model.total
+    assert shown["num_parameters"] == pytest.approx({"gpt-oss-120b": 116.83e9, "dense-175b": 174.6e9}[case.folder],
+                                                    rel=0.001)  # fmt: skip
+
+
+def test_every_row_of_memory_follows_from_shapes(case: Case, shown: dict[str, Any]) -> None:
+    expected = {name: size for name, size in rows_of(case, shown).items() if size}
+    printed = {row["component"]: row["num_bytes"] for row in shown["memory"]}
+    assert printed.keys() == expected.keys()
+    for name, size in printed.items():
+        assert size == pytest.approx(expected[name], rel=PER_CENT), name
+
+
+def test_totals_add_up_and_budgets_are_the_machines(case: Case, shown: dict[str, Any]) -> None:
+    machine = json.loads((FOLDER / f"{case.machine}.json").read_text())["machine"]
+    budgets = {"hbm": "hbm_free_bytes", "ram": "ram_available_bytes", "disk": "disk_free_bytes"}
+    for tier, total in shown["totals"].items():
+        assert total == sum(row["num_bytes"] for row in shown["memory"] if row["tier"] == tier)
+        assert shown["budgets"][tier] == machine[budgets[tier]]
+        assert total <= 0.95 * shown["budgets"][tier]
+    assert shown["verdict"] == "FITS"
+    assert shown["misfit"] is None
+
+
+def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
+    """Seconds of work of each lane: operations or bytes over the machine's rates, as docs/planning.md says."""
+    model, plan, M = case.model, shown["plan"], shown["M"]
+    rates = json.loads((FOLDER / f"{case.machine}.json").read_text())["rates"]
+    R = -(-M // plan["round_micro_batches"])
+    places = {tier: parameters(model, segments) for tier, segments in shown["places"].items()}
+    streams = [s for s in plan["segments"] if s["weights"] == "pool"]
+    own_away = [s for s in plan["segments"] if s["weights"] == "own" and s["state"] != "hbm"]
+    away = places["ram"] + places["disk"]
+    d, v = model.hidden, model.vocab
+
+    matmul, hbm = rates["matmul_flops_per_s"], rates["hbm_Bps"]
+    attention_s = sum(model.attention) / rates["attention_flops_per_s"]
+    products_s = 2 * T * ((model.active - model.experts) / 0.88 + model.experts / 0.40) / matmul
+    traffic_s = (T * model.widths * 2 + model.block * 2) / hbm
+    forward_s = model.blocks * (products_s + traffic_s) + attention_s
+    backward_s = (
+        model.blocks * (3 * products_s + 3 * traffic_s + 12 * model.block / hbm) + (1 + 2.5 / 0.8) * attention_s
+    )
+    table = v * d
+    chunks = T // CHUNK
+    head_s = 3 * 2 * table * T / 0.72 / matmul + (T * v * 30 + chunks * table * 12) / hbm
+    sums_s = 2 * 4 * model.total / hbm + model.tied * (4 * model.embed + 3 * 4 * model.embed) / hbm
+    compute = M * (forward_s + backward_s + head_s) + sums_s + 28 * places["hbm"] / hbm
+
+    moves = len(streams) + (2 * R - 1) * (len(streams) - 2)
+    h2d_bytes = moves * 2 * model.block + 2 * parameters(model, own_away) + (R - 1) * 4 * parameters(model, streams)
+    d2h_bytes = R * 4 * parameters(model, streams) + 4 * parameters(model, own_away)
+    return {
+        "compute": compute,
+        "h2d": h2d_bytes / rates["h2d_Bps"],
+        "d2h": d2h_bytes / rates["d2h_Bps"],
+        "host": away / rates["update_params_per_s"],
+        "disk": 10 * places["disk"] / rates["disk_write_Bps"],
+        "disk_read": 10 * places["disk"] / rates["disk_read_Bps"],
+    }
+
+
+def test_the_work_of_every_lane_follows_from_shapes_and_rates(case: Case, shown: dict[str, Any]) -> None:
+    expected = work_of(case, shown)
+    for lane, work_s in shown["price"]["work_s"].items():
+        assert work_s == pytest.approx(expected[lane], rel=PER_CENT), lane
+        assert shown["price"]["lanes_s"][lane] >= work_s * (1 - PER_CENT), "sharing can only make it longer"
+
+
+def test_the_step_is_no_shorter_than_any_lane_and_no_longer_than_all(shown: dict[str, Any]) -> None:
+    price = shown["price"]
+    assert max(price["work_s"].values()) <= price["step_s"] <= sum(price["lanes_s"].values())
+    assert 0 < price["bound_share"] <= 1
+
+
+def test_the_rest_of_the_price_is_arithmetic(case: Case, shown: dict[str, Any]) -> None:
+    price, model = shown["price"], case.model
+    tokens = case.rows * case.length
+    assert price["step_tokens"] == tokens
+    assert price["tokens_per_s"] == pytest.approx(tokens / price["step_s"])
+    assert price["run_s"] == pytest.approx(1000 * price["step_s"])
+    products = model.blocks * model.active + model.vocab * model.hidden
+    flops = 3 * (2 * products * tokens + sum(model.attention) * shown["M"])
+    assert price["model_flops"] == pytest.approx(flops, rel=PER_CENT)
+    assert price["checkpoint_bytes"] == pytest.approx(12 * model.total, rel=PER_CENT)
+    written = 10 * parameters(model, shown["places"]["disk"])
+    assert price["step_written_bytes"] == pytest.approx(written, rel=PER_CENT)
+    at_the_end = 2 * model.total if "save_strategy=no" in case.words else 2 * 12 * model.total
+    assert price["run_written_bytes"] == pytest.approx(1000 * written + at_the_end, rel=PER_CENT)
+    assert price["checkpoints"] == (0 if "save_strategy=no" in case.words else 3)
