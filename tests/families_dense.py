@@ -46,7 +46,9 @@ DENSE = {
     "llama2-bias": Case("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "smollm2": Case("llama", {"tie_word_embeddings": True}),
     "llama-linear": Case("llama", rope("linear", factor=4.0), {"linear rotary scaling": _PLAIN}),
-    "llama-dynamic": Case("llama", rope("dynamic", factor=4.0)),
+    "llama-dynamic": Case(
+        "llama", rope("dynamic", factor=4.0) | {"max_position_embeddings": 8}, {"dynamic rotary scaling": _PLAIN}
+    ),
     "llama-yarn": Case("llama", _YARN, {"yarn rotary scaling": _PLAIN}),
     "mistral": Case("mistral", {"sliding_window": 8}, {"window": _WIDE}),
     "ministral": Case("ministral", _LAYERS_3 | _TWO_TYPES | {"sliding_window": 8, "head_dim": 16}, {"windows": _WIDE}),
@@ -55,11 +57,20 @@ DENSE = {
         {"head_dim": 16, "max_position_embeddings": 128}
         | rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1, beta_fast=32.0)
         | {"sliding_window": None},
-        {"yarn": rope("default", llama_4_scaling_beta=0.1, original_max_position_embeddings=16)},
+        {
+            "yarn": rope("default", llama_4_scaling_beta=0.1, original_max_position_embeddings=16),
+            "query scale": rope(
+                "yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.0, beta_fast=32.0
+            ),
+        },
     ),
     "arcee": Case("arcee", {"mlp_bias": True, "attention_bias": True}),
     "apertus": Case("apertus", _LLAMA3, {"llama3 rotary scaling": _PLAIN}),
-    "cwm": Case("cwm", _LAYERS_3 | _TWO_TYPES | _LLAMA3 | {"sliding_window": 8, "head_dim": 16}, {"windows": _WIDE}),
+    "cwm": Case(
+        "cwm",
+        _LAYERS_3 | _TWO_TYPES | _LLAMA3 | {"sliding_window": 8, "head_dim": 16},
+        {"windows": _WIDE, "llama3 rotary scaling": _PLAIN},
+    ),
     "diffllama": Case("diffllama", {}),
     "helium": Case("helium", {"head_dim": 16}),
     "seed_oss": Case(
@@ -142,7 +153,7 @@ DENSE = {
     "phi": Case(
         "phi",
         {"qk_layernorm": True} | rope(partial_rotary_factor=0.5),
-        {"partial rotary": rope(partial_rotary_factor=1.0)},
+        {"partial rotary": rope(partial_rotary_factor=1.0), "q and k norms": {"qk_layernorm": False}},
     ),
     "phi3": Case(
         "phi3",
@@ -151,12 +162,12 @@ DENSE = {
     ),
     "phi3-longrope": Case(
         "phi3",
-        {"original_max_position_embeddings": 4}
+        {"original_max_position_embeddings": 8}
         | rope(
             "longrope",
             short_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
             long_factor=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
-            original_max_position_embeddings=4,
+            original_max_position_embeddings=8,
             partial_rotary_factor=1.0,
         ),
         {"long rotary": rope(partial_rotary_factor=1.0)},
@@ -180,7 +191,11 @@ DENSE = {
         _NO_MULTIPLIERS | {"windows": _WIDE, "rotary by layer": {"layer_rope_theta": [10000.0] * 3}},
     ),
     # Cohere.
-    "cohere": Case("cohere", {"use_qk_norm": True, "tie_word_embeddings": True}, {"logit scale": {"logit_scale": 1.0}}),
+    "cohere": Case(
+        "cohere",
+        {"use_qk_norm": True, "tie_word_embeddings": True},
+        {"logit scale": {"logit_scale": 1.0}, "q and k norms": {"use_qk_norm": False}},
+    ),
     "cohere2": Case(
         "cohere2",
         _LAYERS_3 | _TWO_TYPES | {"sliding_window": 8, "tie_word_embeddings": True},
@@ -204,7 +219,11 @@ DENSE = {
         "stablelm",
         {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True, "hidden_dropout": 0.0}
         | rope(partial_rotary_factor=0.5),
-        {"parallel residual": {"use_parallel_residual": False}, "partial rotary": rope(partial_rotary_factor=1.0)},
+        {
+            "parallel residual": {"use_parallel_residual": False},
+            "partial rotary": rope(partial_rotary_factor=1.0),
+            "norm a head": {"qk_layernorm": False},
+        },
     ),
     "starcoder2": Case(
         "starcoder2",

@@ -40,7 +40,7 @@ HYBRID = {
     "qwen3_next": Case(
         "qwen3_next",
         _LINEAR | _EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
-        _ONE_EXPERT,
+        _ONE_EXPERT | {"normalised weights": {"norm_topk_prob": False}},
     ),
     "qwen3_5": Case("qwen3_5_text", _LINEAR | {"head_dim": 16}, {}),
     "qwen3_5_moe": Case("qwen3_5_moe_text", _LINEAR | _EXPERTS | {"head_dim": 16}, _ONE_EXPERT),
@@ -104,6 +104,9 @@ HYBRID = {
             "logit multiplier": {"lm_head_multiplier": 1.0},
             "key multiplier": {"key_multiplier": 1.0},
             "recurrent multiplier": {"ssm_out_multiplier": 1.0},
+            "attention multiplier": {"attention_out_multiplier": 1.0},
+            "MLP multipliers": {"mlp_multipliers": [1.0, 1.0]},
+            "norm in the mixer": {"mamba_rms_norm": False},
         },
     ),
     "bamba": Case("bamba", _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]} | rope()),
@@ -114,7 +117,13 @@ HYBRID = {
         | {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4}
         | {"num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48}
         | {"position_embedding_type": "rope"},
-        _ONE_EXPERT | {"logits scaling": {"logits_scaling": 1.0}},
+        _ONE_EXPERT
+        | {
+            "logits scaling": {"logits_scaling": 1.0},
+            "embedding multiplier": {"embedding_multiplier": 1.0},
+            "residual multiplier": {"residual_multiplier": 1.0},
+            "attention multiplier": {"attention_multiplier": 0.25},
+        },
     ),
     "mamba2": Case(
         "mamba2",
@@ -164,7 +173,11 @@ HYBRID = {
         {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
         | {"head_dim": 16, "num_key_value_heads": 4, "linear_attn_alpha_factor": 0.7, "full_attn_alpha_factor": 0.8},
-        _ONE_EXPERT | {"residual factor": {"linear_attn_alpha_factor": 1.0}},
+        _ONE_EXPERT
+        | {
+            "residual factor": {"linear_attn_alpha_factor": 1.0},
+            "residual factor of attention": {"full_attn_alpha_factor": 1.0},
+        },
     ),
     "recurrent_gemma": Case(
         "recurrent_gemma",

@@ -34,6 +34,13 @@ _GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_
 _SHARED = {"n_shared_experts": 1, "norm_topk_prob": True}
 _ONE_EXPERT = {"one expert a token": {"num_experts_per_tok": 1}}
 
+
+def _bases(of_windows: float) -> dict[str, object]:
+    """Rotary tables by layer type, those of window layers with a base of their own."""
+    bases = {"sliding_attention": of_windows, "full_attention": 10000.0}
+    return {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}}
+
+
 MOE = {
     "mixtral": Case(
         "mixtral",
@@ -78,7 +85,7 @@ MOE = {
         | _MULTIPLIERS
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48}
         | {"sliding_window": 8, "layer_rope_theta": [10000.0, 100.0, 10000.0]},
-        _NO_MULTIPLIERS | {"windows": _WIDE, "rotary by layer": {"layer_rope_theta": [10000.0] * 3}},
+        _ONE_EXPERT | _NO_MULTIPLIERS | {"windows": _WIDE, "rotary by layer": {"layer_rope_theta": [10000.0] * 3}},
     ),
     "gpt_oss": Case(
         "gpt_oss",
@@ -114,6 +121,7 @@ MOE = {
             "routed scale": {"routed_scaling_factor": 1.0},
             "interleaved rotary": {"rope_interleave": False},
             "yarn": rope(),
+            "normalised weights": {"norm_topk_prob": False},
         },
     ),
     "glm4_moe": Case(
@@ -128,6 +136,8 @@ MOE = {
             "groups": {"n_group": 1, "topk_group": 1},
             "routed scale": {"routed_scaling_factor": 1.0},
             "partial rotary": rope(partial_rotary_factor=1.0),
+            "normalised weights": {"norm_topk_prob": False},
+            "q and k norms": {"use_qk_norm": False},
         },
     ),
     "glm4_moe_lite": Case(
@@ -209,8 +219,9 @@ MOE = {
         _LAYERS_3
         | _TWO_TYPES
         | {"head_dim": 16, "sliding_window": 8, "num_experts": 4, "num_experts_per_tok": 2}
-        | {"moe_intermediate_size": 32, "mlp_layer_types": ["sparse"] * 3},
-        _ONE_EXPERT | {"windows": _WIDE},
+        | {"moe_intermediate_size": 32, "mlp_layer_types": ["sparse"] * 3}
+        | _bases(100.0),
+        _ONE_EXPERT | {"windows": _WIDE, "rotary by layer type": _bases(10000.0)},
     ),
     "laguna": Case(
         "laguna",
@@ -264,7 +275,7 @@ MOE = {
         _MLA
         | {"num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32}
         | {"ffn_hidden_size": 96, "routed_scaling_factor": 2.0, "head_dim": 8},
-        {"routed scale": {"routed_scaling_factor": 1.0}},
+        {"routed scale": {"routed_scaling_factor": 1.0}, "two experts a token": {"moe_topk": 3}},
     ),
     "llama4": Case(
         "llama4_text",
