@@ -58,13 +58,14 @@ def read_machine(name: str) -> Described:
 
 
 def likely_rates(machine: Machine) -> Rates:
-    """Rates for a machine of which none were measured: those of the shipped machine with the same device, or modest
-    ones."""
-    for name in machine_names():
-        described = read_machine(name)
-        if described.machine.device_name == machine.device_name:
-            return replace(described.rates, source=f"those of {name}; `megatrain doctor` measures yours")
-    return ASSUMED[machine.device]
+    """Rates for a machine of which none were measured: those of the shipped machine with the same device, and of these
+    the one with most nearly as much RAM; or modest ones."""
+    shipped = {name: read_machine(name) for name in machine_names()}
+    alike = [name for name, known in shipped.items() if known.machine.device_name == machine.device_name]
+    if not alike:
+        return ASSUMED[machine.device]
+    nearest = min(alike, key=lambda name: abs(shipped[name].machine.ram_total_bytes - machine.ram_total_bytes))
+    return replace(shipped[nearest].rates, source=f"those of {nearest}; `megatrain doctor` measures yours")
 
 
 def to_json(described: Described) -> str:

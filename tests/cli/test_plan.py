@@ -1,0 +1,127 @@
+"""`megatrain plan`: for a config, a model folder or its config.json alone, for this machine or another, as text, as JSON
+and as a picture; and `train --plan` follows an edited plan."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from megatrain.hardware.described import machine_names
+from tests.cli.test_verbs import bits, megatrain
+
+DATA = Path(__file__).parents[1] / "planner" / "data"
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with nothing but its config.json."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(SMALL))
+    return tmp_path / "model"
+
+
+def test_a_config_json_alone_is_planned_for_another_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("max_length=4096", "train_batch_size=16", "max_steps=100", "--machine", "24gb-64gb")
+    for target in (folder, folder / "config.json"):
+        assert megatrain("plan", target, *words) == 0
+        shown = capsys.readouterr().out
+        for what in ("not this machine: a 24 GB consumer card", "bytes/parameter", "peak phase", "verdict: FITS",
+                     "checkpoint: ", "3 on disk at the most", "tokens/s", "compute", "s of work", "bound: ",
+                     "critical path: ", "run: 100 steps", "TB written to disk"):  # fmt: skip
+            assert what in shown, what
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_shipped_machine_plans(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatrain("plan", folder, "--machine", name, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "FITS"
+    assert shown["price"]["step_s"] > 0
+    assert shown["described"]
+    assert shown["rates"]["h2d_Bps"] > 0
+
+
+def test_what_does_not_fit_ends_with_what_would_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatrain("plan", DATA / "gpt-oss-120b", "--machine", "24gb-64gb", "save_strategy=no") == 1
+    shown = capsys.readouterr().out
+    assert "verdict: NO" in shown
+    assert "the smallest budget that would do is memory." in shown.splitlines()[-1]
+
+
+def test_a_picture_is_drawn(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatrain("plan", folder, "--machine", "24gb-64gb", "--plot", tmp_path / "step.svg") == 0
+    root = ET.fromstring((tmp_path / "step.svg").read_text("utf-8"))
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}rect"))) > 50
+    capsys.readouterr()
+    assert megatrain("plan", folder, "--machine", "24gb-64gb", "--plot", tmp_path / "step.bmp") == 2
+    assert "step.bmp is no .svg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--machine", "cray"), "'cray' is no machine that is shipped and no file that can be read"),
+        (("--machine", DATA / "gpt-oss-120b/config.json"), "is no machine file: "),
+        (("--machine", "24gb-64gb", "device=cpu"), "device is cpu, but the machine plans for cuda"),
+        (("--plan", "none.json"), "--plan: none.json cannot be read"),
+    ],
+)
+def test_a_wrong_wish_is_one_sentence(
+    words: tuple[object, ...], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert megatrain("plan", folder, *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_plan_that_was_printed_is_planned_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("plan", folder, "--machine", "24gb-64gb", "--json")
+    assert megatrain(*words) == 0
+    first = json.loads(capsys.readouterr().out)
+    first["plan"]["round_micro_batches"] = 1
+    (tmp_path / "plan.json").write_text(json.dumps(first))
+    assert megatrain(*words, "--plan", tmp_path / "plan.json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["plan"] == first["plan"]
+    assert again["num_parameters"] == first["num_parameters"]
+
+
+def test_training_follows_an_edited_plan_to_the_same_bits(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert megatrain("plan", run_config, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    for segment in table["plan"]["segments"]:
+        if segment["kind"] == "block":
+            kept = segment["activations"] == "keep"
+            segment["activations"] = "recompute" if kept else "keep"
+    table["plan"]["round_micro_batches"] = 1
+    (tmp_path / "mine.json").write_text(json.dumps(table))
+    short = ("max_steps=2", "eval_steps=2")
+    assert megatrain("train", run_config, *short, f"output_dir={tmp_path}/usual") == 0
+    assert megatrain("train", run_config, *short, f"output_dir={tmp_path}/mine", "--plan", tmp_path / "mine.json") == 0
+    followed = json.loads((tmp_path / "mine/plan.json").read_text())["plan"]
+    assert followed == table["plan"]
+    assert followed != json.loads((tmp_path / "usual/plan.json").read_text())["plan"]
+    usual, mine = bits(tmp_path / "usual", 2), bits(tmp_path / "mine", 2)
+    assert usual.keys() == mine.keys()
+    assert all(bool((usual[name] == mine[name]).all()) for name in usual)
