@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__main__", "results", "presets", "baseline"}
+NOT_BENCHMARKS = {"__main__", "results", "presets", "baseline", "trainer_figure"}
 
 
 def names() -> list[str]:

@@ -62,8 +62,6 @@ def main() -> int:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("build", "__pycache__", ".*"))
         worker.prepare(copy)
-        if not passes(copy, chosen):
-            return 1
         for verdict in judge(copy, chosen, args.quick):
             verdicts.append(verdict)
             with args.report.open("a", encoding="utf-8") as file:
@@ -78,25 +76,23 @@ def main() -> int:
     return 0 if killed >= NEEDED * len(verdicts) else 1
 
 
-def passes(copy: Path, chosen: list[Mutant]) -> bool:
-    """Whether the mutants' own tests pass without a mutant; says which do not."""
-    good = True
-    for tests, device in sorted({(m.tests, m.device) for m in chosen}):
-        outcome = worker.run(copy, tests, LIMIT_S["first"], MARKS[device])
-        if outcome.failed:
-            good = False
-            print(f"fails without a mutant: {tests}: {outcome.failed}: {outcome.why}", flush=True)
-    return good
-
-
 def judge(copy: Path, chosen: list[Mutant], quick: bool) -> Iterator[Verdict]:
-    """Apply, test, restore, for each."""
+    """Apply, test, restore, for each. A mutant whose tests fail without it is not killed by them."""
+    clean: dict[str, worker.Outcome] = {}
     for mutant in chosen:
+        marks = MARKS[mutant.device]
+        if mutant.tests not in clean:
+            clean[mutant.tests] = worker.run(copy, mutant.tests, LIMIT_S["first"], marks)
+        before = clean[mutant.tests]
+        if before.failed:
+            why = f"fails without the mutant: {before.failed}: {before.why}"
+            print(f"{mutant.tests}: {why}", flush=True)
+            yield Verdict(mutant.file, mutant.fault, mutant.device, False, "", why[:200], False, before.seconds)
+            continue
         path = copy / mutant.file
         text = path.read_text("utf-8")
         path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
-        marks, wider = MARKS[mutant.device], False
-        outcome = worker.run(copy, mutant.tests, LIMIT_S["first"], marks)
+        outcome, wider = worker.run(copy, mutant.tests, LIMIT_S["first"], marks), False
         seconds = outcome.seconds
         if not outcome.failed and mutant.device == "cpu" and not quick:
             outcome, wider = worker.run(copy, more_tests(mutant.file), LIMIT_S["more"], marks), True
