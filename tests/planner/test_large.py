@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bench import planning
 from megatrain.cli.main import main
 from megatrain.hardware.described import FOLDER
 
@@ -264,3 +265,8 @@ def test_the_rest_of_the_price_is_arithmetic(case: Case, shown: dict[str, Any]) 
     at_the_end = 2 * model.total if "save_strategy=no" in case.words else 2 * 12 * model.total
     assert price["run_written_bytes"] == pytest.approx(1000 * written + at_the_end, rel=PER_CENT)
     assert price["checkpoints"] == (0 if "save_strategy=no" in case.words else 3)
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_program_prints() -> None:
+    assert planning.page() == planning.PAGE.read_text("utf-8"), "run: python -m bench planning --write"

@@ -47,7 +47,7 @@ def plan(
     if as_json:
         print(json.dumps({**plan_json(run, price, described), "misfit": reason}, indent=1))
     else:
-        lines = [*machine_lines(run, described), *show.plan_lines(run.spec, run.plan, run.table), *price.lines()]
+        lines = text_lines(run, price, described)
         if spans is not None:
             lines += trace_lines(spans, price)
         print("\n".join([*lines, reason] if reason else lines))
@@ -64,10 +64,11 @@ def config_of(target: Path, words: Sequence[str]) -> RunConfig:
     return read_config(None, [*(word for word in defaults if word.partition("=")[0] not in given), *words])
 
 
-def machine_lines(run: Planned, described: Described | None) -> list[str]:
-    """The machine, and whether it is the one under us."""
-    lines = [show.machine_line(run.machine)]
-    return lines if described is None else [*lines, f"not this machine: {described.about}"]
+def text_lines(run: Planned, price: Price, described: Described | None) -> list[str]:
+    """The machine, and whether it is the one under us; the plan and its price."""
+    about = [] if described is None else [f"not this machine: {described.about}"]
+    plan_lines = show.plan_lines(run.spec, run.plan, run.table)
+    return [show.machine_line(run.machine), *about, *plan_lines, *price.lines()]
 
 
 def plan_json(run: Planned, price: Price, described: Described | None) -> dict[str, object]:

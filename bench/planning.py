@@ -1,0 +1,101 @@
+"""docs/planning.md: two large plans as `megatrain plan` prints them, and predicted steps beside the measured ones.
+
+`python -m bench planning` prints the page, `--write` writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from bench.presets import PRESETS
+from bench.results import RESULTS
+from bench.step import load_config, make_plan, parse, placed
+from megatrain.cli.assemble import planned
+from megatrain.cli.plan import config_of, text_lines
+from megatrain.hardware.described import read_machine
+from megatrain.models.layout import layout_of
+from megatrain.models.spec_of import model_spec
+from megatrain.planner import Prediction, Workload, predict
+from megatrain.planner.price import price_of
+from megatrain.planner.sizes import Shapes
+from megatrain.schedule import Lane
+
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+DATA = Path(__file__).parents[1] / "tests" / "planner" / "data"
+H200 = RESULTS / "NVIDIA-H200-Intel-Xeon-16-cores.jsonl"
+# heading of the page -> (model folder, machine, words of the command)
+PLANS = {
+    "gpt-oss-120b": ("h200-1.5tb", ("max_length=8192", "train_batch_size=64", "max_steps=1000", "save_strategy=no")),
+    "dense-175b": ("b200-192gb", ("max_length=2048", "train_batch_size=256", "max_steps=1000")),
+}
+BLOCK = re.compile(r"(<!-- made: (\S+) -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+
+
+def measured_steps() -> list[dict[str, Any]]:
+    """Every step of MegaTrain that was measured on the H200 with a model whose shape is known here."""
+    rows = [json.loads(line) for line in H200.read_text().splitlines()]
+    return [r for r in rows if r["bench"] == "step" and r["system"] == "megatrain" and r["model"] in PRESETS]
+
+
+def predicted(row: Mapping[str, Any]) -> Prediction:
+    """What the planner says of a measured setting; the command has what the line leaves out."""
+    args = placed(parse(shlex.split(row["command"])[4:]), "")
+    placement = {key: row[key] for key in vars(args) if isinstance(row.get(key), str) and key != "model"}
+    made = SimpleNamespace(**vars(args) | placement)
+    spec = model_spec(load_config(made))  # type: ignore[arg-type]
+    plan = make_plan(SimpleNamespace(spec=spec), made, row["micro_batches"])  # type: ignore[arg-type]
+    layouts = {segment.name: layout_of(segment) for segment in spec.segments}
+    shapes = Shapes(spec, layouts, 2, made.micro_batch_tokens, made.loss_chunk, not made.eager)
+    rates = read_machine("h200-125gb").rates
+    return predict(Workload(shapes, rates, row["micro_batches"], made.seq, on_cpu=False), plan)
+
+
+def backtest() -> Iterator[str]:
+    """One line a measured step."""
+    yield "| setting | measured | predicted | ratio | compute lane, measured / predicted |"
+    yield "|---|---|---|---|---|"
+    for row in measured_steps():
+        made = predicted(row)
+        shape = f"{row['model']}, {row['layers']} layers, {row['step_tokens'] // 1024}K tokens"
+        homes = row.get("resident") or row.get("device_update") or "all in RAM"
+        lanes = f"{row['lanes']['compute']:.2f} / {made.lanes_s[Lane.COMPUTE]:.2f} s"
+        ratio = made.step_s / row["step_s"]
+        yield (
+            f"| {shape}, {row['activations']}, {homes} (run {row['run']}) | {row['step_s']:.2f} s "
+            f"| {made.step_s:.2f} s | {ratio:.2f} | {lanes} |"
+        )
+
+
+def block(name: str) -> str:
+    """What stands between the marks of a name."""
+    if name == "backtest":
+        return "\n".join(backtest())
+    machine, words = PLANS[name]
+    described = read_machine(machine)
+    run = planned(config_of(DATA / name, words), described=described)
+    shown = text_lines(run, price_of(run.question, run.plan), described)
+    return "\n".join(["```", f"$ megatrain plan {name} {' '.join(words)} --machine {machine}", *shown, "```"])
+
+
+def page() -> str:
+    """The page with every block made anew."""
+    return BLOCK.sub(lambda found: found.group(1) + block(found.group(2)), PAGE.read_text("utf-8"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print or write the page."""
+    parser = argparse.ArgumentParser(prog="python -m bench planning")
+    parser.add_argument("--write", action="store_true", help="write docs/planning.md")
+    made = page()
+    if parser.parse_args(argv).write:
+        PAGE.write_text(made, "utf-8")
+    else:
+        print(made, end="")
+    return 0
