@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from megatrain.optim import AdamW
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.store.store import SegmentStore
 
+PLACES = ("resident", "device_update", "offload", "state_disk", "weights_disk")
 HYPER = AdamW(learning_rate=1e-5, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
 
 
@@ -99,8 +101,16 @@ def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: 
     """The placement asked for by `placed` (segments whose state is in HBM, or updated there), --keep and --slots."""
     resident = set(args.resident.split(",")) - {""}
     streamed = set(args.device_update.split(",")) - {""}
+    offloaded = set(args.offload.split(",")) - {""}
+    state_disk, weights_disk = (set(names.split(",")) - {""} for names in (args.state_disk, args.weights_disk))
     spec = template.spec
     everything = "all" in resident
+
+    def activations_of(name: str) -> Literal["keep", "offload", "recompute"]:
+        if args.keep:
+            return "keep"
+        return "offload" if offloaded & {name, "all"} else "recompute"
+
     segments = []
     for segment in spec.segments:
         at_home = everything or segment.name in resident
@@ -112,13 +122,18 @@ def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: 
                 trainable=True,
                 weights="own" if own else "pool",
                 grads="own" if own else "pool",
-                state="hbm" if at_home else "ram",
-                activations="keep" if args.keep and segment.kind == "block" else "recompute",
+                state="hbm" if at_home else "disk" if {segment.name, "all"} & state_disk else "ram",
+                weights_home="disk" if not at_home and {segment.name, "all"} & weights_disk else "ram",
+                activations=activations_of(segment.name) if segment.kind == "block" else "recompute",
                 update="device" if segment.name in streamed else "home",
             )
         )
     rounds = args.round or micro_batches
-    return Plan(tuple(segments), spec.tied, args.slots, args.grad_slots, rounds)
+    disk_slots = args.disk_slots if state_disk or weights_disk else 0
+    return Plan(
+        tuple(segments), spec.tied, args.slots, args.grad_slots, rounds, disk_slots=disk_slots,
+        act_slots=2 if offloaded else 0,
+    )  # fmt: skip
 
 
 def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch]) -> Timing:
@@ -130,7 +145,7 @@ def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: S
     plan = make_plan(template, args, len(batches))
     layouts = [layout_of(segment) for segment in template.spec.segments]
     before = time.perf_counter()
-    store = SegmentStore(layouts, args.precision, plan, device)
+    store = SegmentStore(layouts, args.precision, plan, device, Path(args.scratch))
     randomise(store, device)
     print(f"store: {time.perf_counter() - before:.1f} s", flush=True)
     numerics = Numerics(args.micro_batch_tokens, args.loss_chunk, 1.0)
@@ -152,13 +167,14 @@ def randomise(store: SegmentStore, device: torch.device) -> None:
     """Weights N(0, 0.02), norms about 1: drawn on the GPU, 64M at a time."""
     generator = torch.Generator(device).manual_seed(0)
     for name, layout in store.layouts.items():
-        flat = store.flat(name, "w")
-        for entry in layout.entries:
-            ones = len(entry.tensor.shape) == 1
-            for start in range(entry.offset, entry.stop, 1 << 26):
-                part = flat[start : min(start + (1 << 26), entry.stop)]
-                values = torch.randn(part.numel(), generator=generator, device=device) * 0.02 + ones
-                part.copy_(values.to(part.dtype))
+        with store.visit(name, "w", write=True):
+            flat = store.flat(name, "w")
+            for entry in layout.entries:
+                ones = len(entry.tensor.shape) == 1
+                for start in range(entry.offset, entry.stop, 1 << 26):
+                    part = flat[start : min(start + (1 << 26), entry.stop)]
+                    values = torch.randn(part.numel(), generator=generator, device=device) * 0.02 + ones
+                    part.copy_(values.to(part.dtype))
 
 
 def run_plain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch], keep: bool) -> Timing:
@@ -213,8 +229,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--systems",
         default="megatrain,pytorch-hbm",
         help="megatrain may say where state goes: megatrain/resident=EMBED+L000-L003 (or all): its home is HBM; "
-        "megatrain/device_update=EMBED: home in RAM, updated on the GPU",
+        "megatrain/device_update=EMBED: home in RAM, updated on the GPU; megatrain/offload=all: block inputs in RAM; "
+        "megatrain/state_disk=L010-L031/weights_disk=L020-L031 (or all): home on disk",
     )
+    parser.add_argument("--disk-slots", type=int, default=3, help="landing slots of what lives on disk")
+    parser.add_argument("--scratch", default=".", help="folder on the disk to use")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--warm", type=float, default=30.0)
     parser.add_argument("--steps", type=int, default=10)
@@ -249,9 +268,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def placed(args: argparse.Namespace, placement: str) -> argparse.Namespace:
-    """`args` with `resident` and `device_update` as a system's placement says."""
+    """`args` with homes as a system's placement says."""
     words = dict(word.split("=") for word in placement.split("/") if word)
-    places = {key: ",".join(named(words.get(key, ""))) for key in ("resident", "device_update")}
+    places = {key: ",".join(named(words.get(key, ""))) for key in PLACES}
     if args.trace:
         places["trace"] = str(Path(args.trace).with_suffix("")) + "".join(f"-{word}" for word in words) + ".jsonl"
     return argparse.Namespace(**vars(args) | places)
@@ -282,8 +301,8 @@ def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, 
         "loss_chunk_tokens": args.loss_chunk, "micro_batch_tokens": args.micro_batch_tokens,
         "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None if system == "megatrain" else None,
         "resident": args.resident,
-        "device_update": args.device_update,
-        "activations": "keep" if keep else "recompute",
+        "device_update": args.device_update, "state_disk": args.state_disk, "weights_disk": args.weights_disk,
+        "activations": "keep" if keep else "recompute", "offload": args.offload,
         "precision": args.precision, "deterministic": True, "aliased": False,
         "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),
         "tokens_per_s": args.tokens / step_s, "model_tflops": train_flops(spec, documents) / step_s / 1e12,

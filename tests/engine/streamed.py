@@ -32,6 +32,8 @@ class Placement:
     grad_slots: int = 2
     round_micro_batches: int = 8
     keep: bool = False
+    offload: bool = False  # every block's input
+    act_slots: int = 2
     resident: frozenset[str] = frozenset()  # segments whose state lives in "hbm"
     streamed: frozenset[str] = frozenset()  # segments whose state lives in RAM and is updated on the device
     own: frozenset[str] = frozenset()  # blocks with a weight and gradient slot of their own, state in RAM
@@ -51,8 +53,10 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         at_home = name in placement.resident
         streamed = name in placement.streamed
         own = at_home or streamed or kind != "block" or name in placement.own
-        keep = placement.keep and kind == "block"
-        plan = SegmentPlan(name, kind, trainable, activations="keep" if keep else "recompute")
+        activations = "recompute"
+        if kind == "block":
+            activations = "keep" if placement.keep else "offload" if placement.offload else "recompute"
+        plan = SegmentPlan(name, kind, trainable, activations=activations)
         if own:
             plan = replace(plan, weights="own", grads="own", update="device" if streamed else "home")
         if name in placement.weights_on_disk:
@@ -70,6 +74,7 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         placement.round_micro_batches,
         embedding_of(spec).trainable,
         placement.disk_slots,
+        placement.act_slots,
     )
 
 

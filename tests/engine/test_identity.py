@@ -23,6 +23,8 @@ PLACEMENTS = {
     "four slots, one gradient slot": Placement(weight_slots=4, grad_slots=1),
     "three rounds": Placement(round_micro_batches=2),
     "a round a micro-batch": Placement(round_micro_batches=1, weight_slots=3),
+    "inputs offloaded": Placement(offload=True),
+    "inputs offloaded, rounds": Placement(offload=True, act_slots=3, round_micro_batches=2),
     "kept activations": Placement(keep=True),
     "kept activations, rounds": Placement(keep=True, round_micro_batches=3),
     "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
@@ -123,7 +125,7 @@ def _fitting(family: str, placement: Placement) -> Placement:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_chaos_changes_no_bit(seed, plain):
-    placements = [TWO_SLOTS, Placement(round_micro_batches=2), Placement(keep=True, weight_slots=3)]
+    placements = [TWO_SLOTS, Placement(round_micro_batches=2, offload=True), Placement(keep=True, weight_slots=3)]
     placements += [_fitting("gemma3", PLACEMENTS[name]) for name in (*STREAMED_STATE, *DISK)]
     placement = placements[seed % len(placements)]
     _, state = streamed("gemma3", "fp32", placement, Chaos(seed, max_delay_s=0.001))

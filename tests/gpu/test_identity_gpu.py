@@ -27,6 +27,7 @@ PLACEMENTS = {
     "two slots": Placement(threads=4),
     "three slots, two rounds": Placement(weight_slots=3, grad_slots=1, round_micro_batches=2),
     "kept": Placement(keep=True),
+    "inputs offloaded": Placement(offload=True, round_micro_batches=2),
     "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
     "state streamed": Placement(streamed=frozenset({"EMBED", "L000", "HEAD"})),
     "state streamed, others at home, two rounds": Placement(

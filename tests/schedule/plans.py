@@ -25,10 +25,12 @@ def plan_of(
     tied: bool = False,
     frozen: Sequence[str] = (),
     keep: Sequence[str] = (),
+    offload: Sequence[str] = (),
     slots: int = 2,
     grad_slots: int = 2,
     round_micro_batches: int = 99,
     disk_slots: int = 2,
+    act_slots: int = 2,
 ) -> Plan:
     """A plan from the homes of its segments. A frozen one has no state to keep on disk."""
     placed = [("EMBED", "embed", embed)]
@@ -40,11 +42,11 @@ def plan_of(
             kind,
             name not in frozen,
             **({**home, "state": "ram"} if name in frozen and home["state"] == "disk" else home),
-            activations="keep" if name in keep else "recompute",
+            activations="keep" if name in keep else "offload" if name in offload else "recompute",
         )
         for name, kind, home in placed
     )
-    return Plan(segments, tied, slots, grad_slots, round_micro_batches, disk_slots=disk_slots)
+    return Plan(segments, tied, slots, grad_slots, round_micro_batches, disk_slots=disk_slots, act_slots=act_slots)
 
 
 def runs_of(plan: Plan, programs: Sequence[Program], num_micro_batches: int = 2) -> list[Run]:
@@ -75,10 +77,12 @@ def plans(draw: st.DrawFn) -> Plan:
         tied=draw(st.booleans()),
         frozen=sorted(frozen),
         keep=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
+        offload=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
         slots=draw(st.integers(2, 4)),
         grad_slots=draw(st.integers(1, 3)),
         round_micro_batches=draw(st.integers(1, 5)),
         disk_slots=draw(st.integers(1, 3)),
+        act_slots=draw(st.integers(2, 3)),
     )
 
 

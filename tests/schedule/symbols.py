@@ -135,7 +135,16 @@ def execute(op: Op, memory: Memory, terms: Terms) -> list[int]:
     read = [memory[p] if p in memory else terms("garbage", str(p)) for p in op.reads]
     m = op.micro_batch
     match op.kind:
-        case Kind.FETCH | Kind.FETCH_STATE | Kind.FETCH_GRAD | Kind.DRAIN | Kind.LOAD | Kind.LOAD_STATE:
+        case (
+            Kind.FETCH
+            | Kind.FETCH_STATE
+            | Kind.FETCH_GRAD
+            | Kind.DRAIN
+            | Kind.LOAD
+            | Kind.LOAD_STATE
+            | Kind.OFFLOAD
+            | Kind.RELOAD
+        ):
             return read[:1]
         case Kind.STORE | Kind.SPILL:
             return read[:2]

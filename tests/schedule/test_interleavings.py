@@ -21,6 +21,7 @@ TINY = {
     "on disk, one landing slot": plan_of(
         [{**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], frozen=["EMBED"], head=RESIDENT, disk_slots=1
     ),
+    "inputs offloaded": plan_of([STREAMED] * 4, frozen=["EMBED", "HEAD"], offload=["L000", "L001", "L002", "L003"]),
     "frozen below": plan_of([STREAMED] * 3, frozen=["EMBED", "L000"], tied=True, head=RESIDENT),
 }
 

@@ -35,6 +35,12 @@ PLANS = {
     "state streamed, tied, two rounds": plan_of(
         [DEVICE, DEVICE, STREAMED, RESIDENT], embed=DEVICE, tied=True, round_micro_batches=1, keep=["L001"]
     ),
+    "inputs offloaded, two rounds": plan_of(
+        [STREAMED, RESIDENT, STREAMED, STREAMED],
+        offload=["L000", "L002", "L003"],
+        frozen=["EMBED"],
+        round_micro_batches=1,
+    ),
     "on disk": plan_of([{**STREAMED, **DISK}] * 4, embed={**OWN_RAM, **DISK}, head={**OWN_RAM, **DISK}),
     "here and there on disk, one landing slot": plan_of(
         [STREAMED, {**STREAMED, **DISK_STATE}, {**OWN_RAM, **DISK_WEIGHTS}, {**STREAMED, **DISK}],

@@ -25,6 +25,7 @@ from megatrain.schedule.liveness import dead_after
 from megatrain.schedule.ops import Place, Schedule
 from megatrain.schedule.plan import Plan
 from megatrain.store.store import SegmentStore
+from megatrain.store.waiting import WaitingInputs
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,16 @@ class Engine:
         self.trace: Trace | None = None
         self._device = device
         places = Places(template.spec, plan, store, device, template.compute_dtype, numerics.micro_batch_tokens)
+        num_elements = numerics.micro_batch_tokens * template.spec.hidden_size
+        self._waiting = WaitingInputs(
+            plan.waiting_in_ram, plan.round_micro_batches, num_elements, template.compute_dtype, device
+        )
         host_rule = HostRule(optimizer_threads)
         self._handlers = Handlers(
             template,
             store,
             places,
+            self._waiting,
             host_rule,
             device_rule(device, host_rule),
             numerics.loss_chunk_tokens,
@@ -159,6 +165,7 @@ class Engine:
     def close(self) -> None:
         """Stop the lanes. A pending update is not applied: `flush` first."""
         self._executor.close()
+        self._waiting.close()
 
     def schedule(self, program: Program, num_micro_batches: int) -> Schedule:
         """The schedule of `program` as it would run now."""

@@ -23,6 +23,7 @@ from megatrain.models.router import Tally
 from megatrain.models.template import LayerCalls, ModelTemplate
 from megatrain.schedule.ops import TIED_GRAD, Kind, Op, Place
 from megatrain.store.store import SegmentStore
+from megatrain.store.waiting import WaitingInputs
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Handlers:
         template: ModelTemplate,
         store: SegmentStore,
         places: Places,
+        waiting: WaitingInputs,
         host_rule: Rule,
         device_rule: Rule,
         loss_chunk_tokens: int,
@@ -82,6 +84,7 @@ class Handlers:
         self.template = template
         self.store = store
         self.places = places
+        self.waiting = waiting
         self.host_rule = host_rule
         self.device_rule = device_rule
         self.loss_chunk_tokens = loss_chunk_tokens
@@ -97,6 +100,8 @@ class Handlers:
             Kind.ZERO: self.zero,
             Kind.EMBED: self.embed,
             Kind.FORWARD: self.forward,
+            Kind.OFFLOAD: self.offload,
+            Kind.RELOAD: self.reload,
             Kind.HEAD: self.head,
             Kind.LOSS: self.loss,
             Kind.BACKWARD: self.backward,
@@ -169,6 +174,16 @@ class Handlers:
             out = self.template.block(index, weights, h, calls)
         self.places.hidden(op.writes[0]).copy_(out.detach())
         self._release(op)
+
+    def offload(self, op: Op) -> None:
+        copy_in_pieces(self._waiting(op.writes[0]), self.places.hidden(op.reads[0]).flatten())
+
+    def reload(self, op: Op) -> None:
+        copy_in_pieces(self.places.hidden(op.writes[0]).flatten(), self._waiting(op.reads[0]))
+
+    def _waiting(self, place: Place) -> Tensor:
+        assert place.micro_batch is not None
+        return self.waiting.flat(int(place.key), place.micro_batch)
 
     def _release(self, op: Op) -> None:
         """Drop the layer calls (rotary tables, masks) that `op` is the last to use."""

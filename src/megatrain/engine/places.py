@@ -90,7 +90,7 @@ class Places:
 
     def hidden(self, place: Place) -> Tensor:
         """A boundary activation or its gradient, (1, T, D)."""
-        assert place.pool in ("act", "dact"), place
+        assert place.pool in ("act", "h", "dact"), place
         count = self._hidden_shape[1] * self._hidden_shape[2]
         return self.arena.view(self._slot(place), count, self._dtype).view(self._hidden_shape)
 

@@ -11,7 +11,7 @@ from megatrain.errors import PlanError
 from megatrain.schedule.landing import Landing
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
-from megatrain.schedule.slots import GradSlots, Visit, VisitKind, WeightSlots
+from megatrain.schedule.slots import GradSlots, InputSlots, Visit, VisitKind, WeightSlots
 from megatrain.schedule.waits import with_waits
 
 
@@ -104,6 +104,7 @@ class _Pass:
         self.visits = tuple(self._visits())
         self.weights = WeightSlots(plan, self.visits, pending_update)
         self.grads = GradSlots(plan, self.visits if self.train else ())
+        self.inputs = InputSlots(plan)
         self.tied_grad = (TIED_GRAD,) if self.train and plan.has_tied_grad else ()
 
     def _visits(self) -> Iterator[Visit]:
@@ -177,16 +178,19 @@ class _Pass:
 
     def _embed(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         for m in visit.micro_batches:
-            writes = (Place("act", 0, m), Place("call", "", m))
+            writes = (self.inputs.place(0, m), Place("call", "", m))
             yield Op(Kind.EMBED, segment.name, m, Lane.COMPUTE, (self.weights[segment.name],), writes)
 
     def _forward(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         block = visit.index - 1
         keep = segment.activations == "keep" and visit.index >= self.lowest
         for m in visit.micro_batches:
-            reads = (self.weights[segment.name], Place("act", block, m), Place("call", "", m))
+            source, target = self.inputs.place(block, m), self.inputs.place(block + 1, m)
+            reads = (self.weights[segment.name], source, Place("call", "", m))
             kept = (Place("kept", block, m),) if keep else ()
-            yield Op(Kind.FORWARD, segment.name, m, Lane.COMPUTE, reads, (Place("act", block + 1, m), *kept))
+            yield Op(Kind.FORWARD, segment.name, m, Lane.COMPUTE, reads, (target, *kept))
+            if self.train and self.inputs.waits_in_ram(block):
+                yield Op(Kind.OFFLOAD, segment.name, m, Lane.D2H, (source,), (Place("ram.act", block, m),))
 
     def _head(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         tied_weights = (self.weights[self.embed.name],) if self.plan.tied else ()
@@ -195,7 +199,7 @@ class _Pass:
             yield from (self._zero(segment, place) for place in self.grads[visit])
             yield from (self._zero(self.embed, place) for place in self.tied_grad)
         for m in visit.micro_batches:
-            reads = (self.weights[segment.name], *tied_weights, Place("act", visit.index - 1, m))
+            reads = (self.weights[segment.name], *tied_weights, self.inputs.place(visit.index - 1, m))
             loss = Place("loss", "", m)
             if self.train:
                 writes = (Place("dact", "", m), loss, *sums)
@@ -211,8 +215,13 @@ class _Pass:
         for m in visit.micro_batches:
             dact, call = Place("dact", "", m), Place("call", "", m)
             kept = (Place("kept", block, m),) if segment.activations == "keep" else ()
-            reads = (self.weights[segment.name], Place("act", block, m), call, dact, *grad, *kept)
+            source = self.inputs.place(block, m)
+            reads = (self.weights[segment.name], source, call, dact, *grad, *kept)
             yield Op(Kind.BACKWARD, segment.name, m, Lane.COMPUTE, reads, (dact, *grad))
+            next_in = self.inputs.freed_for(block)
+            if next_in is not None:
+                name = self.plan.blocks[next_in].name
+                yield Op(Kind.RELOAD, name, m, Lane.H2D, (Place("ram.act", next_in, m),), (source,))
         yield from self._finish(visit, segment)
 
     def _embed_backward(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:

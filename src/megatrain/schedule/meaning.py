@@ -84,6 +84,8 @@ _SEGMENT_KIND = {
     Kind.HEAD: "head",
     Kind.LOSS: "head",
     Kind.BACKWARD: "block",
+    Kind.OFFLOAD: "block",
+    Kind.RELOAD: "block",
     Kind.EMBED_BACKWARD: "embed",
     Kind.MERGE: "embed",
 }
@@ -92,6 +94,8 @@ _LANE = {
     Kind.FETCH_STATE: Lane.H2D,
     Kind.FETCH_GRAD: Lane.H2D,
     Kind.DRAIN: Lane.D2H,
+    Kind.OFFLOAD: Lane.D2H,
+    Kind.RELOAD: Lane.H2D,
     Kind.STORE: Lane.D2H,
     Kind.SAVE: Lane.DISK,
     Kind.SPILL: Lane.DISK,
@@ -100,6 +104,7 @@ _LANE = {
 }
 # Of frozen segments too.
 _OF_ALL = {Kind.LOAD, Kind.FETCH, Kind.EMBED, Kind.FORWARD, Kind.HEAD, Kind.LOSS, Kind.BACKWARD, Kind.SAVE}
+_OF_ALL |= {Kind.OFFLOAD, Kind.RELOAD}
 
 
 class Meaning:
@@ -121,6 +126,8 @@ class Meaning:
             Kind.FORWARD: self._forward,
             Kind.HEAD: self._head,
             Kind.LOSS: self._loss,
+            Kind.OFFLOAD: self._offload,
+            Kind.RELOAD: self._reload,
             Kind.BACKWARD: self._backward,
             Kind.EMBED_BACKWARD: self._embed_backward,
         }
@@ -236,6 +243,8 @@ class Meaning:
         return self.weight_places[segment.name], self.weights(segment)
 
     def _flow_in_place(self, what: str, of: str | int, m: int) -> Wanted:
+        if what == "act" and of in self.plan.offloaded:
+            return {Place("h", slot, m) for slot in range(self.plan.act_slots)}, self._flow(what, of, m)
         place = Place(what, of, m) if what in ("act", "kept") else Place(what, "", m)
         return (place,), self._flow(what, of, m)
 
@@ -323,6 +332,17 @@ class Meaning:
     def _forward(self, segment: SegmentPlan, m: int) -> Need:
         output = self._flow_in_place("act", self.number_of[segment.name], m)
         return Need(self._inputs(segment, m), [output, *self._kept(segment, m)])
+
+    def _offload(self, segment: SegmentPlan, m: int) -> Need:
+        block = self.number_of[segment.name] - 1
+        if block not in self.plan.waiting_in_ram:
+            raise Fault(f"the input of {segment.name} never leaves HBM")
+        slot = self._flow_in_place("act", block, m)
+        return Need([slot], [((Place("ram.act", block, m),), slot[1])])
+
+    def _reload(self, segment: SegmentPlan, m: int) -> Need:
+        slots, homes, _ = self._offload(segment, m)
+        return Need(homes, slots)
 
     def _loss(self, segment: SegmentPlan, m: int) -> Need:
         tied = [self._weights_in_slot(self.plan.segments[0])] if self.plan.tied else []

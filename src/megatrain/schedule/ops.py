@@ -36,10 +36,13 @@ class Kind(StrEnum):
     ZERO        r:                                          w: its gradient slot, or tied.grad (segment EMBED)
     EMBED       r: weights                                  w: act.0.m, call.m        (recorded layer calls)
     FORWARD     r: weights, act.i.m, call.m                 w: act.i+1.m [, kept.i.m]
+    OFFLOAD     r: h.k.m                                    w: ram.act.i.m            (the input of block i = S)
+    RELOAD      r: ram.act.i.m                              w: h.k.m
     HEAD        r: weights [, w.EMBED if tied], act.L.m, gradient slot [, tied.grad]
                 w: dact.m, loss.m, gradient slot [, tied.grad]      (tied.grad: if tied and the embedding is trained)
     LOSS        r: weights [, w.EMBED if tied], act.L.m     w: loss.m                 (evaluation: no backward)
     BACKWARD    r: weights, act.i.m, call.m, dact.m, gradient slot [, kept.i.m]   w: dact.m, gradient slot
+                (wherever act.i.m stands, it is h.k.m if block i has activations "offload")
     EMBED_BACKWARD r: weights, dact.m, gradient slot        w: gradient slot
     MERGE       r: tied.grad, embedding gradient slot       w: embedding gradient slot (tied: two sums added once)
     NORM        r: gradient slot                            w: norm.S                 (per-tensor sums of squares)
@@ -56,6 +59,8 @@ class Kind(StrEnum):
     ZERO = "ZERO"
     EMBED = "EMBED"
     FORWARD = "FORWARD"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
     HEAD = "HEAD"
     LOSS = "LOSS"
     BACKWARD = "BACKWARD"
@@ -82,6 +87,7 @@ class Place(NamedTuple):
                disk.w.L000  disk.state.L000
     Landing:   land.w.0 land.w.1 …  land.state.0 …    slots in RAM for what comes from disk and goes there
     Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, kept.i.m, loss.m
+               h.0.m h.1.m …  slots shared by the inputs of offloaded blocks;  ram.act.i.m  where those wait
     Scalars:   norm.L000, cell;  file.L000 on disk
     Micro-batches count from 0 over the whole step. Where only a micro-batch follows the pool, it is `micro_batch`, and
     `key` stays "": Place("loss", "", 3) is "loss.3".  Place("tied.grad") and Place("cell") are complete as they are.

@@ -24,7 +24,8 @@ class SegmentPlan:
     comes from RAM during the backward pass; the gradient never leaves its slot; new state and weights are written back
     to RAM behind the update.
     `weights_home`: where the weights live between uses, unless `state` is "hbm": "ram" or "disk".
-    `activations`: "recompute" keeps only the block's input; "keep" keeps autograd's saved tensors.
+    `activations`: "recompute" keeps only the block's input; "keep" keeps autograd's saved tensors; "offload" lets the
+    input wait in RAM for the backward pass, in `act_slots` shared slots on its way.
     """
 
     name: str
@@ -33,7 +34,7 @@ class SegmentPlan:
     weights: Literal["pool", "own"] = "pool"
     grads: Literal["pool", "own"] = "pool"
     state: Tier = "ram"
-    activations: Literal["recompute", "keep"] = "recompute"
+    activations: Literal["recompute", "keep", "offload"] = "recompute"
     update: Literal["home", "device"] = "home"
     weights_home: Literal["ram", "disk"] = "ram"
 
@@ -69,10 +70,23 @@ class Plan:
     round_micro_batches: int  # at most this many micro-batches go through the layers together
     embedding_trainable: bool = True  # False: frozen, though other tensors of EMBED may be trained
     disk_slots: int = 0  # landing slots in RAM, for weights and for state, of segments that live on disk
+    act_slots: int = 0  # shared slots H0 … for the inputs of blocks with activations "offload", >= 2 if there are any
 
     @property
     def blocks(self) -> tuple[SegmentPlan, ...]:
         return self.segments[1:-1]
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Blocks (from 0) whose inputs pass through the shared slots, in order."""
+        return tuple(i for i, block in enumerate(self.blocks) if block.activations == "offload")
+
+    @property
+    def waiting_in_ram(self) -> tuple[int, ...]:
+        """Blocks whose inputs go to RAM and back: not those that no backward visits, nor the last ones of the others,
+        which are still in their slots when the pass turns."""
+        visited = [i for i in self.offloaded if i + 1 >= self.lowest_trainable]
+        return tuple(visited[: max(0, len(visited) - self.act_slots)])
 
     @property
     def has_tied_grad(self) -> bool:
@@ -107,6 +121,11 @@ def validate(plan: Plan) -> None:
         )
     if plan.grad_slots < 1 and any(s.trainable and s.grads == "pool" for s in plan.segments):
         raise PlanError(f"grad_slots is {plan.grad_slots}, but some segments share gradient slots; use at least 1")
+    if plan.act_slots < 2 and plan.offloaded:
+        raise PlanError(
+            f"act_slots is {plan.act_slots}, but some blocks have activations 'offload'; use at least 2 "
+            "(a block reads its input from one and writes the next block's to another)"
+        )
     if plan.disk_slots < 1 and any(s.state_on_disk or s.weights_on_disk for s in plan.segments):
         raise PlanError(
             f"disk_slots is {plan.disk_slots}, but some segments live on disk; use at least 1 "
@@ -128,6 +147,8 @@ def _validate_segment(segment: SegmentPlan, kind: str) -> None:
     if segment.update == "device" and (segment.state == "disk" or segment.weights_on_disk):
         # the disk is ten times slower than the host's update
         raise PlanError(f"{segment.name} lives on disk and has update 'device'; use 'home', or state 'ram'")
+    if kind != "block" and segment.activations == "offload":
+        raise PlanError(f"{segment.name} has activations 'offload'; only blocks have an input that can wait in RAM")
     if kind != "block":
         why = f"{kind} segments"
     elif segment.state == "hbm":

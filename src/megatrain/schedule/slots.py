@@ -90,6 +90,32 @@ def _weights_of(plan: Plan, visit: Visit) -> tuple[int, ...]:
     return (visit.index, 0) if visit.kind == "head" and plan.tied else (visit.index,)
 
 
+class InputSlots:
+    """Where the input of each block is: a place of its own, or, if it is offloaded, the shared slots in turn."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._turn = {block: turn for turn, block in enumerate(plan.offloaded)}
+        self._num_slots = plan.act_slots
+        self._waiting = frozenset(plan.waiting_in_ram)
+
+    def place(self, block: int, micro_batch: int) -> Place:
+        """Of the input of `block`; of HEAD's, if there is no such block."""
+        if block not in self._turn:
+            return Place("act", block, micro_batch)
+        return Place("h", self._turn[block] % self._num_slots, micro_batch)
+
+    def waits_in_ram(self, block: int) -> bool:
+        """Whether the input of `block` leaves its slot between forward and backward."""
+        return block in self._waiting
+
+    def freed_for(self, block: int) -> int | None:
+        """The block whose input comes back to the slot of `block`, once the backward of `block` is done."""
+        if block not in self._turn:
+            return None
+        turn = self._turn[block] - self._num_slots
+        return next((other for other in self._waiting if self._turn[other] == turn), None)
+
+
 class GradSlots:
     """Gives each backward visit the next shared slot in turn; from round 2 on, fetches the sum so far into it.
 

@@ -11,7 +11,7 @@ from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 _HOMES = {"ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state", "land.w", "land.state"}
 _KEY = frozenset({"w", "g", "s", "norm", "file"} | _HOMES)
 _MICRO_BATCH = frozenset({"dact", "call", "loss"})
-_BOTH = frozenset({"act", "kept"})
+_BOTH = frozenset({"act", "h", "kept", "ram.act"})
 _ALONE = frozenset({"cell", "tied.grad"})
 
 # A longer column (CLIP reads everything) sticks out instead of widening every line.
@@ -102,7 +102,7 @@ def _take(words: list[str], pattern: str, wanted: str | None) -> str | None:
 def parse_place(text: str) -> Place:
     """The place that prints as `text`."""
     words = text.split(".")
-    pool = ".".join(words[:2]) if ".".join(words[:2]) in _KEY | _ALONE else words[0]
+    pool = ".".join(words[:2]) if ".".join(words[:2]) in _KEY | _BOTH | _ALONE else words[0]
     rest = words[pool.count(".") + 1 :]
     if pool in _ALONE and not rest:
         return Place(pool)
