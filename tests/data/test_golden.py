@@ -113,6 +113,8 @@ def test_truncation_from_either_side(name: str, index: int) -> None:
         assert (start.ids.tolist(), start.trained.tolist()) == (ids[:length], trained[:length])
         end = made(name, index, max_length=length, truncation="keep_end")
         assert (end.ids.tolist(), end.trained.tolist()) == (ids[-length:], trained[-length:])
+    assert made(name, index, max_length=len(ids) - 1).truncated
+    assert not made(name, index, max_length=len(ids)).truncated
     with pytest.raises(BadSample, match="all trained tokens lie beyond max_length"):
         made(name, index, max_length=first)
 
