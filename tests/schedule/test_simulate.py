@@ -9,7 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.schedule import DeadlockError, Kind, Lane, Op, Plan, Program, build, parse, simulate
+from megatrain.schedule import (
+    DeadlockError,
+    Kind,
+    Lane,
+    Op,
+    Plan,
+    Program,
+    Schedule,
+    Sharing,
+    Use,
+    build,
+    parse,
+    simulate,
+)
 from tests.schedule.plans import RESIDENT, STREAMED, plan_of, plans, runs_of
 
 EIGHT = plan_of([STREAMED] * 8)
@@ -113,3 +126,49 @@ def test_a_deadlock_names_every_lane() -> None:
     one_lane = tuple(replace(op, waits=()) for op in parse(text))
     assert simulate(one_lane, durations()).makespan_s == 1.0
     assert simulate((), durations()).makespan_s == 0.0
+
+
+def two_lanes(second: str) -> Schedule:
+    return parse(f"UPDATE L000 @host w:ram.w.L000\n{second}")
+
+
+SECOND = "FETCH L001 @h2d r:ram.w.L001 w:w.0"
+
+
+def shared(yields: bool, rates: dict[str, float], capacity: float = 100.0) -> Sharing:
+    return Sharing(lambda op: (Use("dram", rates[op.kind], yields=yields and op.kind == "UPDATE"),), {"dram": capacity})
+
+
+def test_what_ops_ask_for_is_theirs_while_there_is_enough() -> None:
+    done = simulate(two_lanes(SECOND), durations(UPDATE=4.0, FETCH=2.0), shared(True, {"UPDATE": 60, "FETCH": 40}))
+    assert done.finish_s == (4.0, 2.0)
+
+
+def test_ops_share_what_is_short_and_go_on_at_full_speed_afterwards() -> None:
+    """Both ask for 100 of 100: half speed until the shorter one is done."""
+    done = simulate(two_lanes(SECOND), durations(UPDATE=4.0, FETCH=2.0), shared(False, {"UPDATE": 100, "FETCH": 100}))
+    assert done.finish_s == pytest.approx((6.0, 4.0))
+    assert done.busy_s[Lane.HOST] == pytest.approx(6.0)
+
+
+def test_a_use_that_yields_gets_what_the_others_leave() -> None:
+    """The copy runs as if alone; the update has 40 of the 80 it asks for, half speed, for 2 s."""
+    done = simulate(two_lanes(SECOND), durations(UPDATE=4.0, FETCH=2.0), shared(True, {"UPDATE": 80, "FETCH": 60}))
+    assert done.finish_s == pytest.approx((5.0, 2.0))
+
+
+def test_a_use_that_yields_is_never_starved() -> None:
+    done = simulate(two_lanes(SECOND), durations(UPDATE=1.0, FETCH=2.0), shared(True, {"UPDATE": 100, "FETCH": 100}))
+    assert done.finish_s == pytest.approx((2.8, 2.0)), "a tenth of the memory for 2 s"
+
+
+@settings(deadline=None)
+@given(plans(), st.integers(1, 3), st.floats(20, 400))
+def test_sharing_never_makes_a_step_shorter(plan: Plan, num_micro_batches: int, capacity: float) -> None:
+    schedule = build(plan, "train", num_micro_batches, True)
+    alone = simulate(schedule, durations(UPDATE=2.0, FETCH=0.5, DRAIN=0.7))
+    sharing = Sharing(lambda op: (Use("dram", 60.0, yields=op.kind == "UPDATE"),), {"dram": capacity})
+    together = simulate(schedule, durations(UPDATE=2.0, FETCH=0.5, DRAIN=0.7), sharing)
+    assert together.makespan_s >= alone.makespan_s - 1e-9
+    if capacity >= 60.0 * len(Lane):
+        assert together.finish_s == alone.finish_s
