@@ -75,7 +75,7 @@ def test_what_is_committed_is_whole_and_learns() -> None:
             losses = [float.fromhex(loss) for loss in run["losses"]]
             assert len(losses) == STEPS
             assert all(map(math.isfinite, losses))
-            assert sum(losses[-10:]) < 0.7 * sum(losses[:10]), f"{path.name}: {family} learns nothing"
+            assert sum(losses[-10:]) < 0.8 * sum(losses[:10]), f"{path.name}: {family} learns nothing"
             assert len(run["sha256"]) == 64
 
 

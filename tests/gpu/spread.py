@@ -39,7 +39,7 @@ Kernel = Callable[[], Sequence[Tensor]]
 
 
 def spread_of(runs: Sequence[Sequence[Tensor]]) -> tuple[int, float]:
-    """(different results among `runs`, the largest difference of an element from run 0 in parts of its tensor's rms)."""
+    """(different results among `runs`, the largest difference of an element from run 0 in parts of its rms)."""
     first, worst, distinct = runs[0], 0.0, [runs[0]]
     for run in runs[1:]:
         if not any(all(torch.equal(a, b) for a, b in zip(run, known, strict=True)) for known in distinct):
