@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import DiskError, PlanError
+from megatrain.hardware.disk import RAM_FILESYSTEMS, filesystem
 
 BLOCK_BYTES = 4096  # O_DIRECT wants addresses, offsets and lengths in whole blocks
 PIECE_BYTES = 8 << 20
@@ -53,9 +54,10 @@ class _Piece(NamedTuple):
 class DiskFile:
     """Extents of one file in `folder`: `table` maps name to bytes. An extent never written reads as zeros.
 
-    PlanError if the folder has no room. `direct` says whether transfers bypass the page cache; if the file system
-    refuses that, `note` says so in a sentence. One reader and one writer may work at the same time, on different
-    extents. The file has no name from the start: nothing is left behind, whatever happens.
+    PlanError if the folder has no room. `direct` says whether transfers bypass the page cache; `note` is a sentence for
+    the user if the file system refuses that, or is none that keeps bytes out of RAM. One reader and one writer may work
+    at the same time, on different extents. The file has no name from the start: nothing is left behind, whatever
+    happens.
     """
 
     def __init__(self, folder: Path, table: Mapping[str, int], calls: Calls | None = None) -> None:
@@ -71,9 +73,7 @@ class DiskFile:
         self._sums: dict[int, int] = {}  # offset of a piece -> its checksum; absent: never written
         self._fd = self._create()
         self.direct = _set_direct(self._fd)
-        self.note = None
-        if not self.direct:
-            self.note = f"{folder} refuses O_DIRECT: what lives on disk passes through the page cache, which is slower"
+        self.note = _note(folder, self.direct)
         self._readers = ThreadPoolExecutor(IN_FLIGHT, "megatrain-disk-read")
         self._writers = ThreadPoolExecutor(IN_FLIGHT, "megatrain-disk-write")
 
@@ -177,6 +177,15 @@ class DiskFile:
         first = piece.offset_bytes - self._extents[piece.extent][0]
         last = first + piece.buffer.nbytes
         return f"{piece.extent}, bytes {first:,} to {last:,}, in the scratch file of {self.folder}"
+
+
+def _note(folder: Path, direct: bool) -> str | None:
+    kind = filesystem(folder, Path("/proc/self/mountinfo").read_text("utf-8"))
+    if kind in RAM_FILESYSTEMS:
+        return f"{folder} is a {kind}: what lives on disk takes RAM there; choose a folder on a disk"
+    if not direct:
+        return f"{folder} ({kind}) refuses O_DIRECT: what lives on disk passes through the page cache, which is slower"
+    return None
 
 
 def padded(num_bytes: int) -> int:

@@ -1,0 +1,112 @@
+"""A disk that fails in the middle of a step, and how much memory a model on disk takes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import DiskError
+from megatrain.models.spec_of import model_spec
+from tests.engine.streamed import Placement, Streamed, same_bytes
+from tests.engine.test_identity import ALL, HYPERS, TOKENS, batches
+from tests.families import tiny_config, tiny_masters
+
+ON_DISK = Placement(state_on_disk=ALL, weights_on_disk=ALL)
+
+
+def on_disk() -> Streamed:
+    config = tiny_config("llama")
+    return Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="fp32", placement=ON_DISK)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_disk_that_fails_in_a_step_ends_the_run_with_the_bytes_it_lost(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    run = on_disk()
+    assert run.store.disk is not None
+    run.train(batches()[:1], HYPERS[:1])
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(run.store.disk.file._calls, verb, fail)
+    with pytest.raises(DiskError, match=r"[A-Z0-9]+\.[a-z]+, bytes 0 to .*Input/output error; the disk or the memory"):
+        run.train(batches()[1:2], HYPERS[1:2])
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="resume from a checkpoint"):
+        run.engine.flush()
+    run.close()
+
+
+def test_bytes_that_change_on_disk_between_steps_are_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = on_disk()
+    assert run.store.disk is not None
+    run.train(batches()[:1], HYPERS[:1])
+    real = run.store.disk.file._calls.read
+
+    def flip(fd: int, buffer: memoryview, offset_bytes: int) -> int:
+        got = real(fd, buffer, offset_bytes)
+        buffer[17] ^= 4
+        return got
+
+    monkeypatch.setattr(run.store.disk.file._calls, "read", flip)
+    with pytest.raises(DiskError, match="came back from the disk changed"):
+        run.train(batches()[1:2], HYPERS[1:2])
+    run.close()
+
+
+def test_what_a_step_moves_is_what_lives_on_disk() -> None:
+    run = on_disk()
+    assert run.store.disk is not None
+    file, sizes = run.store.disk.file, run.store.num_bytes()["disk"]
+    run.train(batches()[:1], HYPERS[:1])
+    written = file.written_bytes
+    run.engine.flush()
+    pages = 4096 * len(run.store.layouts) * len(sizes)
+    assert sum(sizes.values()) <= file.written_bytes - written <= sum(sizes.values()) + pages, "each byte once"
+    other = Streamed(tiny_config("llama"), tiny_masters(model_spec(tiny_config("llama"))), TOKENS, precision="fp32")
+    other.train(batches()[:1], HYPERS[:1])
+    assert same_bytes(run.state(), other.state()) == []
+    for each in (run, other):
+        each.close()
+
+
+LOADER = """
+import sys, torch
+from dataclasses import replace
+from pathlib import Path
+from megatrain.memory import peak_rss_bytes, reset_peak_rss
+from megatrain.models.layout import layout_of
+from megatrain.models.spec import SegmentSpec, TensorSpec
+from megatrain.schedule.plan import Plan, SegmentPlan
+from megatrain.store import SegmentStore
+names = ["EMBED", *(f"L{i:03d}" for i in range(14)), "HEAD"]
+kinds = ["embed", *["block"] * 14, "head"]
+specs = [SegmentSpec(n, k, (TensorSpec(n, n, (1 << 20,), True, True),)) for n, k in zip(names, kinds)]
+plans = tuple(SegmentPlan(n, k, True, "own", "own", state="disk", weights_home="disk") for n, k in zip(names, kinds))
+device = torch.device("cpu")
+reset_peak_rss()
+before = peak_rss_bytes()
+plan = Plan(plans, False, 2, 2, 1, disk_slots=1)
+store = SegmentStore([layout_of(s) for s in specs], "bf16", plan, device, Path(sys.argv[1]))
+for spec in specs:
+    with store.visit(spec.name, write=True):
+        store.set_master(spec.name, store.layouts[spec.name][spec.name], torch.ones(1 << 20))
+sizes = store.num_bytes()
+print(sum(sizes["disk"].values()), sum(sizes["ram"].values()), peak_rss_bytes() - before)
+"""
+
+
+def test_the_peak_of_memory_at_load_is_landing_slots_and_gradients(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LOADER, tmp_path], capture_output=True, text=True, check=True)
+    on_disk_bytes, in_ram_bytes, peak_bytes = map(int, done.stdout.split())
+    assert on_disk_bytes == 16 * (1 << 20) * 12
+    assert in_ram_bytes == 16 * (1 << 20) * 4 + (1 << 20) * 12
+    assert in_ram_bytes <= peak_bytes < in_ram_bytes + on_disk_bytes // 2, "the rest: temporaries of one tensor, code"
+    assert list(tmp_path.iterdir()) == []
