@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -26,6 +27,11 @@ FAMILIES = ("llama", "smollm2", "qwen2", "qwen3", "mistral", "gemma3")
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A fresh configuration of `family`: hidden 64, vocabulary 96, 2 to 4 layers, windows of 8."""
     return CASES[family].config(**changes)
+
+
+def mostly_slow(cases: Sequence[str], *quick: str) -> list[Any]:
+    """`cases` as parameters of a test, all but `quick` marked slow."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def tiny_buffers(template: ModelTemplate, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain.errors import ModelError
 from megatrain.models.documents import Packing, tables_by_document
@@ -17,26 +15,11 @@ from megatrain.optim import AdamW
 from tests import reference
 from tests.engine.streamed import CHUNK_TOKENS, Streamed, same_bytes
 from tests.families import tiny_batch, tiny_config, tiny_masters
-from tests.family_cases import rope
 from tests.models.streamed import Homes, streamed_logits
 
 CPU = torch.device("cpu")
-LENGTHS = (20, 12, 5)  # long, not so long, short: the tables change at 8 tokens
-LONG = rope(
-    "longrope",
-    short_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
-    long_factor=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
-    original_max_position_embeddings=8,
-    partial_rotary_factor=1.0,
-)
-CHANGES: dict[str, dict[str, Any]] = {
-    "phi3-longrope": {"original_max_position_embeddings": 8, **LONG},
-    "llama-dynamic": {"max_position_embeddings": 8},
-}
-
-
-def changed(case: str) -> PreTrainedConfig:
-    return tiny_config(case, **CHANGES[case])
+LENGTHS = (20, 12, 5)  # long, not so long, short: the tables of the cases change at 8 tokens
+CASES = ("phi3-longrope", "llama-dynamic")
 
 
 def logits_of(template: ModelTemplate, *lengths: int) -> Tensor:
@@ -48,9 +31,9 @@ def logits_of(template: ModelTemplate, *lengths: int) -> Tensor:
     return streamed_logits(template, homes, type(parts[0])(*columns)._replace(document_ids_T=ids))[0]
 
 
-@pytest.mark.parametrize("case", CHANGES)
-def test_a_packed_document_is_as_alone_in_the_model_itself(case: str) -> None:
-    config = changed(case)
+@pytest.mark.parametrize("case", CASES)
+def test_a_packed_document_has_the_tables_it_has_alone(case: str) -> None:
+    config = tiny_config(case)
     packed = logits_of(ModelTemplate(config, CPU, torch.float32), *LENGTHS)
     masters = tiny_masters(model_spec(config))
     start = 0
@@ -63,18 +46,18 @@ def test_a_packed_document_is_as_alone_in_the_model_itself(case: str) -> None:
         start += length
 
 
-@pytest.mark.parametrize("case", CHANGES)
-def test_neighbours_and_the_past_change_no_bit(case: str) -> None:
-    template = ModelTemplate(changed(case), CPU, torch.float32)
+@pytest.mark.parametrize("case", CASES)
+def test_neighbours_and_the_past_change_no_table(case: str) -> None:
+    template = ModelTemplate(tiny_config(case), CPU, torch.float32)
     before = logits_of(template, 13, 3)
     assert torch.equal(logits_of(template, *LENGTHS, 13, 3)[-16:], before)
     assert torch.equal(logits_of(template, 13, 3), before), "a long document that came before is forgotten"
 
 
-@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_steps_are_the_references(case: str, precision: str) -> None:
-    config = changed(case)
+def test_two_steps_with_tables_by_document_are_the_references(case: str, precision: str) -> None:
+    config = tiny_config(case)
     masters = tiny_masters(model_spec(config))
     steps = [[tiny_batch(LENGTHS, seed=s), tiny_batch((5, 7, 25), seed=9 + s)] for s in range(2)]
     hypers = [AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)] * 2
@@ -92,5 +75,5 @@ def test_two_steps_are_the_references(case: str, precision: str) -> None:
 
 def test_tables_made_elsewhere_are_refused() -> None:
     with pytest.raises(ModelError, match="rope_type"):
-        tables_by_document(torch.nn.Linear(1, 1), changed("llama-dynamic"), Packing())
+        tables_by_document(torch.nn.Linear(1, 1), tiny_config("llama-dynamic"), Packing())
     assert not tables_by_document(torch.nn.Linear(1, 1), LlamaConfig(), Packing())

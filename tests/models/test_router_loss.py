@@ -17,7 +17,7 @@ from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
 from tests import reference
 from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
-from tests.families import CASES, tiny_batch, tiny_buffers, tiny_config, tiny_masters
+from tests.families import CASES, mostly_slow, tiny_batch, tiny_buffers, tiny_config, tiny_masters
 
 CPU = torch.device("cpu")
 COEFFICIENT = 0.7  # so large that every weight feels it
@@ -73,8 +73,8 @@ def trained(config: PreTrainedConfig, precision: str, placement: Placement) -> t
         run.close()
 
 
-@pytest.mark.parametrize("case", BALANCED)
-def test_two_steps_are_the_references(case: str) -> None:
+@pytest.mark.parametrize("case", mostly_slow(BALANCED, "mixtral", "jetmoe", "gpt_oss", "qwen3_next", "jamba"))
+def test_two_steps_with_a_router_loss_are_the_references(case: str) -> None:
     losses, norms, state = trained(balanced_config(case), "fp32", Placement())
     want = wanted(case, "fp32")
     assert losses == want.losses
@@ -82,17 +82,17 @@ def test_two_steps_are_the_references(case: str) -> None:
     assert same_bytes(state, want.state) == []
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_next", "jetmoe", "gpt_oss"])
+@pytest.mark.parametrize("case", ["mixtral", "jetmoe"])
 @pytest.mark.parametrize(
     ("precision", "placement"),
     [
         ("bf16", Placement()),
         ("bf16", Placement(keep=True, round_micro_batches=1)),
-        ("fp32", Placement(keep=True, weight_slots=3, round_micro_batches=1)),
+        ("fp32", Placement(offload=True, weight_slots=3, round_micro_batches=1)),
     ],
-    ids=["bf16-recompute", "bf16-keep-rounds", "fp32-keep-rounds"],
+    ids=["bf16-recompute", "bf16-keep-rounds", "fp32-offload-rounds"],
 )
-def test_no_placement_changes_a_bit(case: str, precision: str, placement: Placement) -> None:
+def test_no_placement_changes_a_bit_of_a_router_loss(case: str, precision: str, placement: Placement) -> None:
     losses, norms, state = trained(balanced_config(case), precision, placement)
     want = wanted(case, precision)
     assert (losses, norms) == (want.losses, want.grad_norms)
@@ -100,7 +100,7 @@ def test_no_placement_changes_a_bit(case: str, precision: str, placement: Placem
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_next", "jetmoe", "gpt_oss", "ernie4_5_moe", "jamba"])
-def test_the_formula_is_that_of_transformers(case: str) -> None:
+def test_router_loss_is_that_of_transformers(case: str) -> None:
     """Its own loss, the whole model in one call: token losses plus the balancing loss, and its gradients."""
     config = balanced_config(case, tie_word_embeddings=False)
     torch.manual_seed(0)
