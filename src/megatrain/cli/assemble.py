@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from megatrain.checkpoint import CHECKPOINTS, read_buffers, size_of_tree
 from megatrain.cli import show
 from megatrain.cli.datasets import parts_of, tokens_of
+from megatrain.cli.named import localized
 from megatrain.config import RunConfig, resolved
 from megatrain.data import preview
 from megatrain.engine import Engine, Numerics
@@ -79,8 +80,9 @@ def planned(
         raise ConfigError(
             f"device is {config.device}, but the machine plans for {machine.device}; set it to auto"
         )
-    config = resolved(config, machine.device, machine.num_cores)
-    source = source or Path(config.model)
+    local = localized(config)
+    source = Path(local.model) if source in (None, Path(config.model)) else source
+    config = resolved(local, machine.device, machine.num_cores)
     hf_config = read_hf_config(source)
     spec = model_spec(hf_config, freeze=config.freeze, allow_unproven=config.allow_unproven)
     if config.max_length > spec.max_positions:
@@ -149,6 +151,7 @@ def engine_of(run: Planned, store: SegmentStore) -> Engine:
 
 def preview_data(config: RunConfig) -> int:
     """Print what would be trained."""
+    config = localized(config)
     tokenizer = read_tokenizer(Path(config.model))
     for part in parts_of(config):
         dataset = tokens_of(config, part, tokenizer)

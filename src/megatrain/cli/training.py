@@ -25,6 +25,7 @@ from megatrain.cli import show
 from megatrain.cli.assemble import Planned, engine_of, planned, store_of
 from megatrain.cli.datasets import batches_of, data_lines, held_out, num_steps_of, training_parts
 from megatrain.cli.folders import refuse_shared_output
+from megatrain.cli.named import sources
 from megatrain.cli.opened import refuse_unheeded, run_config
 from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig, allowed_keys
@@ -68,7 +69,8 @@ def train_config(
             refuse_other_run(checkpoint, facts, allowed)
             start_step = checkpoint.step
         refuse_wear(run.question, run.plan, num_steps_of(batches) - start_step)
-        folder.begin(run.config, show.plan_json(run.spec, run.plan, run.table, run.machine), environment(run.machine))
+        plan_facts = show.plan_json(run.spec, run.plan, run.table, run.machine)
+        folder.begin(run.config, plan_facts, environment(run.machine, run.config))
         folder.cut_metrics(start_step)
         screen = display(start_step, num_steps_of(batches))
         with Metrics(
@@ -206,7 +208,7 @@ def versions() -> dict[str, str]:
     return {"megatrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def environment(machine: Machine) -> dict[str, object]:
+def environment(machine: Machine, config: RunConfig) -> dict[str, object]:
     """env.json: what the bits may depend on. No paths of the user, no variables, no tokens."""
     return {
         **versions(),
@@ -214,5 +216,6 @@ def environment(machine: Machine) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "system": platform.platform(),
         "torch_threads": torch.get_num_threads(),
+        "hub": sources(config),
         "machine": asdict(machine),
     }

@@ -54,8 +54,8 @@ def list_files(paths: tuple[Path, ...]) -> tuple[Path, ...]:
                 raise DataError(f"dataset {path} is of no known kind; accepted are {_accepted()}")
             files.append(path)
         else:
-            raise DataError(f"dataset {path} does not exist; give the path of a local file or folder "
-                            "(hub ids are not resolved: download the data first)")
+            raise DataError(f"dataset {path} does not exist; give the path of a local file or folder, or "
+                            "a name on the hub (ORG/NAME)")
     return tuple(files)
 
 

@@ -17,8 +17,8 @@ def read_hf_config(folder: Path) -> PreTrainedConfig:
     """The config.json of `folder`, as transformers reads it; ModelError if there is none, or it cannot be used."""
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"model {str(folder)!r} is no folder with a config.json; download it first "
-            "(for example: hf download ORG/NAME --local-dir FOLDER) and give that folder"
+            f"model {str(folder)!r} is no folder with a config.json; give the folder of a model, or a name on the hub "
+            "(ORG/NAME)"
         )
     remedy = "fetch the model again, or update transformers if the model is newer than it"
     with refusals_of_transformers(f"{folder / 'config.json'}: transformers cannot use it", remedy):
