@@ -59,15 +59,19 @@ def story(seed: int) -> Story:
         return frozenset(name for name in names if dice.random() < share)
 
     resident = some(dice.choice([0, 0, 0.3, 1]))
+    streamed = some(dice.choice([0, 0.4, 1])) - resident
     placement = Placement(
         weight_slots=dice.randint(2, 4),
         grad_slots=dice.randint(1, 3),
         round_micro_batches=dice.randint(1, 5),
         keep=dice.random() < 0.5,
         resident=resident,
-        streamed=some(dice.choice([0, 0.4, 1])) - resident,
+        streamed=streamed,
         own=some(0.2),
         threads=dice.randint(1, 2),
+        state_on_disk=some(dice.choice([0, 0.4, 1])) - resident - streamed,
+        weights_on_disk=some(dice.choice([0, 0.4, 1])) - resident - streamed,
+        disk_slots=dice.randint(1, 3),
     )
     between = tuple(dice.choice(["", "", "evaluate", "flush", "save"]) for _ in range(STEPS))
     return Story(model, dice.choice(["fp32", "bf16"]), placement, between, dice.choice([0.0001, 0.0004, 0.001]))
@@ -164,6 +168,7 @@ def test_stories_differ_and_cover_what_they_should() -> None:
     assert {tale.precision for tale in tales} == {"fp32", "bf16"}
     assert {then for tale in tales for then in tale.between} == {"", "evaluate", "flush", "save"}
     assert any(tale.placement.streamed and tale.placement.resident for tale in tales)
+    assert any(tale.placement.state_on_disk and tale.placement.weights_on_disk for tale in tales)
     assert len({replace(tale.placement, threads=1) for tale in tales}) > NUM_FAST // 2
 
 
