@@ -107,8 +107,8 @@ def by_megatrain(num_steps: int, folder: Path, precision: str) -> tuple[dict[str
 RUNS: dict[str, Callable[[int, Path], tuple[dict[str, Any], Weights]]] = {
     "Trainer, fp32": lambda n, folder: by_trainer(n, folder, torch.float32, False),
     "MegaTrain, fp32": lambda n, folder: by_megatrain(n, folder, "fp32"),
-    "Trainer, bf16 autocast, fp32 weights": lambda n, folder: by_trainer(n, folder, torch.float32, True),
     "MegaTrain, bf16, fp32 masters": lambda n, folder: by_megatrain(n, folder, "bf16"),
+    "Trainer, bf16 autocast, fp32 weights": lambda n, folder: by_trainer(n, folder, torch.float32, True),
     "Trainer, bf16 weights": lambda n, folder: by_trainer(n, folder, torch.bfloat16, False),
 }
 
@@ -118,6 +118,16 @@ def distances(final: Weights, other: Weights, start: Weights) -> dict[str, float
     way = sum(float((other[n].double() - start[n].double()).square().sum()) for n in other) ** 0.5
     apart = sum(float((final[n].double() - other[n].double()).square().sum()) for n in other) ** 0.5
     return {"apart": apart / way, "way": way}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The table of docs/numerics.md: last loss, the farthest a loss was from the fp32 Trainer's, the weights."""
+    first = next(iter(result["runs"].values()))["losses"]
+    lines = ["| | last loss | farthest loss | weights apart |", "|---|---|---|---|"]
+    for name, run in result["runs"].items():
+        worst = max(abs(a - b) for a, b in zip(run["losses"], first, strict=True))
+        lines.append(f"| {name} | {run['losses'][-1]:.4f} | {worst:.1e} | {run['apart']:.1e} |")
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
@@ -149,4 +159,5 @@ def main(argv: list[str]) -> int:
             args.out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
             print(f"{name}: loss {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}", flush=True)
     args.figure.write_text(figure(result), "utf-8")
+    print(table(result))
     return 0

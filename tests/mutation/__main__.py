@@ -26,7 +26,7 @@ from tests.mutation.page import page
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = 0.98
 LIMIT_S = {"first": 400, "more": 1200}  # a mutant that hangs its tests is noticed too
-MARKS: dict[Device, str] = {"cpu": "not gpu and not slow", "cuda": "gpu and not slow"}
+MARKS: dict[Device, str] = dict.fromkeys(("cpu", "core"), "not gpu and not slow") | {"cuda": "gpu and not slow"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,12 @@ def main() -> int:
     """Run the mutants asked for (all, or those whose file or text holds --only)."""
     parser = argparse.ArgumentParser("python -m tests.mutation", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", help="only mutants whose file, fault or text holds this")
-    parser.add_argument("--device", choices=list(MARKS), default="cpu", help="which mutants: of the CPU or of the GPU")
+    parser.add_argument(
+        "--device",
+        choices=list(MARKS),
+        default="cpu",
+        help="which mutants: of the program on a CPU or a GPU, or of its C++ core",
+    )
     parser.add_argument("--report", type=Path, default=Path("mutants.jsonl"), help="JSON lines, one a mutant")
     parser.add_argument("--quick", action="store_true", help="no wider list of tests for those that survive their own")
     args = parser.parse_args()
@@ -92,6 +97,9 @@ def judge(copy: Path, chosen: list[Mutant], quick: bool) -> Iterator[Verdict]:
         path = copy / mutant.file
         text = path.read_text("utf-8")
         path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+        refused = worker.build_core(copy) if mutant.device == "core" else ""
+        if refused:
+            raise RuntimeError(f"{mutant.file}: {mutant.fault}: does not compile: {refused}")
         outcome, wider = worker.run(copy, mutant.tests, LIMIT_S["first"], marks), False
         seconds = outcome.seconds
         if not outcome.failed and mutant.device == "cpu" and not quick:

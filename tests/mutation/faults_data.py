@@ -96,25 +96,26 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *of(
-        "data/render.py",
+        "data/encode.py",
         RENDER,
-        ("BOS is doubled", "return ids[1:], trained[1:]\n", "return ids, trained\n"),
+        ("BOS is doubled", "            ids, trained = ids[1:], trained[1:]\n", "            pass\n"),
         ("keep_end keeps the start", "slice(-self._max_length, None)", "slice(0, self._max_length)"),
         (
-            "a turn's first token is not trained",
-            "first = bisect_right(offsets, start, key=lambda o: o[1])",
-            "first = 1 + bisect_right(offsets, start, key=lambda o: o[1])",
-        ),
-        (
             "no end of sequence behind a document",
-            "            ids = np.concatenate(found)\n",
-            "            ids = np.concatenate(found)[:-1]\n",
+            "            yield i, np.concatenate([front, ids, behind])\n",
+            "            yield i, np.concatenate([front, ids])\n",
         ),
+        ("tokens end a byte too late", "return ends - lengths, ends\n", "return ends - lengths, ends + 1\n"),
+    ),
+    *of(
+        "data/texts.py",
+        RENDER,
         (
-            "turns of weight 0 are trained",
-            "        if weight == 0:\n            trained[start:end] = False",
-            "        if weight == 0:\n            trained[start:end] = True",
+            "the prompt is trained as well",
+            "[len(sample.prompt) if self._assistant_only_loss else 0, len(text)]",
+            "[0, len(text)]",
         ),
+        ("everything is trained", "        if not self._assistant_only_loss:\n", "        if True:\n"),
     ),
     *of(
         "data/mix.py",
@@ -139,8 +140,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/planner/test_planner.py",
         (
             "gradients of two bytes",
-            "return shapes.layouts[segment].num_trainable * 4\n",
-            "return shapes.layouts[segment].num_trainable * 2\n",
+            'table[f"g.{segment.name}"] = layout.num_trainable * 4',
+            'table[f"g.{segment.name}"] = layout.num_trainable * 2',
         ),
         (
             "weight slots as small as the smallest block",

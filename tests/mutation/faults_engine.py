@@ -22,7 +22,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "weights are not fetched",
-            'copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.store.flat(op.segment, "w"))',
+            "copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.places.flat(op.reads[0], op.segment))",
             "pass",
         ),
         ("gradient slots are not zeroed", "target.zero_()", "pass"),
@@ -191,6 +191,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "landing slots share their place",
             "return self._offsets[kind] + slot * self._slot_bytes[kind]",
             "return self._offsets[kind]",
+        ),
+    ),
+    *of(
+        "engine/handlers.py",
+        "tests/engine/test_identity.py -k disk",
+        (
+            "nothing is spilled to disk",
+            "        self.store.spill(op.segment, self.places.landing_slots(op.reads))",
+            "        pass",
+        ),
+        (
+            "nothing is loaded from disk",
+            "        self.store.load(op.segment, self.places.landing_slots(op.writes))",
+            "        pass",
         ),
     ),
 )

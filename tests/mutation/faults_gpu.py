@@ -109,7 +109,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/attention_triton.py",
         f"{EQUALS}[softcap-torch.bfloat16-False]",
         (
-            "no soft-cap in the backward's tanh",
+            "no soft-cap",
             "    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)",
             "    return x",
         ),

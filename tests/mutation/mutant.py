@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Device = Literal["cpu", "cuda"]
+Device = Literal["cpu", "cuda", "core"]  # core: on a CPU too, after building the C++ core anew
 
 
 class Mutant(NamedTuple):
@@ -20,4 +20,5 @@ class Mutant(NamedTuple):
 
 def of(file: str, tests: str, *faults: tuple[str, str, str], device: Device = "cpu") -> list[Mutant]:
     """Faults (what, old, new) of one file that the same tests kill."""
-    return [Mutant(f"src/megatrain/{file}", what, old, new, tests, device) for what, old, new in faults]
+    folder = "" if device == "core" else "src/megatrain/"
+    return [Mutant(f"{folder}{file}", what, old, new, tests, device) for what, old, new in faults]

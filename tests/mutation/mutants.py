@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.mutation import faults_data, faults_engine, faults_gpu, faults_models, faults_optim, faults_schedule
+from tests.mutation import (
+    faults_core,
+    faults_data,
+    faults_engine,
+    faults_gpu,
+    faults_models,
+    faults_optim,
+    faults_schedule,
+)
 from tests.mutation.mutant import Device, Mutant
 
 __all__ = ["MUTANTS", "Device", "Mutant", "more_tests", "stale"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     mutant
-    for faults in (faults_schedule, faults_engine, faults_optim, faults_models, faults_data, faults_gpu)
+    for faults in (faults_schedule, faults_engine, faults_optim, faults_models, faults_data, faults_gpu, faults_core)
     for mutant in faults.MUTANTS
 )
 
 
 def more_tests(file: str) -> str:
     """For a mutant that its own tests let live: every fast test of its room, and of whole steps."""
-    room = Path(file).parts[2]
+    parts = Path(file).parts
+    room = parts[2] if parts[0] == "src" else "optim"
     return f"tests/{room} tests/engine tests/contracts"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 HEADS = {
     "cpu": "On a CPU (`make mutants`)",
+    "core": "In the C++ core (`python -m tests.mutation --device core`)",
     "cuda": "On a GPU (`python -m tests.mutation --device cuda`)",
 }
 INTRODUCTION = """# Mutants
