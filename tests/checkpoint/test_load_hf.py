@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatrain.checkpoint import Files, load_weights
+from megatrain.checkpoint import Files, check_weights, load_weights
 from megatrain.checkpoint.experts import candidates
 from megatrain.errors import ModelError
 from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
@@ -342,3 +343,35 @@ def test_loading_takes_little_memory_beside_the_store(tmp_path: Path):
         [sys.executable, "-c", _MEASURE, str(folder)], env=environment, capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 128 << 20, f"{int(done.stdout):,} bytes"
+
+
+# ---- values no step could start from
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_are_refused_wherever_they_stand(tmp_path: Path, dtype: torch.dtype, value: float):
+    spec = tiny_spec()
+    for index, name in enumerate((EMBED, "model.norm.weight")):
+        weights = _weights(spec, dtype)
+        weights[name].view(-1)[-1] = value
+        where = f"tensor {name} holds {value} at element {weights[name].numel() - 1:,};"
+        with pytest.raises(ModelError, match=re.escape(where)):
+            _loaded(_folder(tmp_path / f"m{index}", weights, 1 + 2 * index), spec)
+
+
+def test_the_largest_finite_values_load(tmp_path: Path):
+    spec = tiny_spec()
+    weights = _weights(spec)
+    weights["model.norm.weight"][:2] = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max])
+    _loaded(_folder(tmp_path / "m", weights), spec)
+
+
+def test_headers_are_checked_without_reading_a_weight(tmp_path: Path):
+    spec = tiny_spec()
+    weights = _weights(spec)
+    weights["model.norm.weight"][0] = float("nan")
+    check_weights(_folder(tmp_path / "m", weights), spec)
+    del weights[EMBED]
+    with pytest.raises(ModelError, match=f"tensor {EMBED} is in none of its files"):
+        check_weights(_folder(tmp_path / "n", weights), spec)

@@ -125,6 +125,9 @@ def test_words_that_a_verb_cannot_heed_are_refused(run_config: Path, tmp_path: P
         (("train", run_config, "--allow", "versoins"), "did you mean 'versions'?"),
         (("eval", run, "learning_rate=1"), "learning_rate on the command line would change nothing here: leave it out"),
         (("chat", run, "--prompt", "a", "max_length=64"), "max_length on the command line would change nothing here"),
+        (("eval", run / "config.yaml"), "is a file, neither a run folder"),
+        (("eval", tmp_path / "none"), "is not there: neither a run folder"),
+        (("export", run, tmp_path / "o", "--step", "all"), "an export takes one checkpoint"),
         (("train", run_config, "memory.hbm=1GiB"), "memory.hbm is 1GiB, but the layers run on a CPU"),
     ):
         assert megatrain(*words) == 2
@@ -136,6 +139,26 @@ def test_mistakes_of_eval_dataset_say_so_and_cost_nothing(run_config: Path, tmp_
     assert megatrain("train", run_config, f"eval_dataset={tmp_path}/none.jsonl") == 2
     assert sentence(capsys).startswith(f"megatrain: eval_dataset {tmp_path}/none.jsonl does not exist")
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_do_not_fit_are_found_before_data_are_tokenised(
+    run_config: Path, base: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    os.truncate(base / "model.safetensors", 5000)
+    assert megatrain("train", run_config, f"model={base}") == 2
+    assert "the file is cut short or damaged" in sentence(capsys)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_run_that_is_done_says_so(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert megatrain("train", run_config, *SHORT) == 0
+    run = tmp_path / "run"
+    capsys.readouterr()
+    assert megatrain("resume", run) == 0
+    assert "all 2 steps are done; for more, raise max_steps" in capsys.readouterr().out
+    assert megatrain("resume", run, "max_steps=1", "--allow", "max_steps") == 2
+    assert "is to have 1 steps, but 2 are done" in sentence(capsys)
+    assert "max_steps: 2" in (run / "config.yaml").read_text()
 
 
 def outputs(tmp_path: Path) -> dict[str, Path]:

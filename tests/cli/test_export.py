@@ -252,7 +252,7 @@ def test_mistakes_end_in_one_sentence(
         ("export", run, out, "--shard-size", "5"): "shard-size is '5'; write a size with its unit",
         ("export", run, out, "--shard-size", "5B"): "give at least 1MiB",
         ("export", run, out, "--step", "3"): "holds no checkpoint of step 3; it holds 1",
-        ("export", run, out, "--step", "base"): "holds no checkpoint to export by the name base",
+        ("export", run, out, "--step", "base"): "an export takes one checkpoint",
         ("export", tiny_model, out): "is a model folder already",
         ("export", tmp_path, out): "is neither a run folder",
     }

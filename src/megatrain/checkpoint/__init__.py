@@ -10,7 +10,7 @@ from megatrain.checkpoint.commit import CHECKPOINTS, Checkpoint, load_checkpoint
 from megatrain.checkpoint.dcp import write_dcp_folder
 from megatrain.checkpoint.export import write_hf_folder
 from megatrain.checkpoint.fs import Files
-from megatrain.checkpoint.load_hf import load_weights, read_buffers
+from megatrain.checkpoint.load_hf import check_weights, load_weights, read_buffers
 from megatrain.checkpoint.state import CheckpointWriter, checkpoint_bytes, restore, save_checkpoint
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "Files",
+    "check_weights",
     "checkpoint_bytes",
     "load_checkpoint",
     "load_weights",

@@ -52,14 +52,9 @@ def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: File
     """
     files = files or Files()
     with ExitStack() as closing:
-        stored = _open_all(folder, files, closing)
-        wanted = [tensor for segment in spec.segments for tensor in segment.tensors]
-        parts = {tensor.name: _parts_of(tensor, stored, folder) for tensor in wanted}
-        used = {part.name for found in parts.values() for part in found}
+        stored, parts = _fitting(folder, spec, files, closing)
         if spec.tied and TIED_HEAD in stored:
-            used.add(TIED_HEAD)
             _check_tied(files, stored, spec)
-        _check_rest(stored, used | set(_buffer_names(stored, spec).values()))
         staging = bytearray(BLOCK_BYTES)
         for segment in spec.segments:
             with store.visit(segment.name, "w", "lo", write=True):
@@ -67,6 +62,24 @@ def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: File
                     entry = store.layouts[segment.name][tensor.name]
                     for part in parts[tensor.name]:
                         _load_part(files, stored[part.name], store, segment.name, entry, part.start, staging)
+
+
+def check_weights(folder: Path, spec: ModelSpec, files: Files | None = None) -> None:
+    """ModelError where `load_weights` would find one in the headers; no weight is read."""
+    with ExitStack() as closing:
+        _fitting(folder, spec, files or Files(), closing)
+
+
+def _fitting(
+    folder: Path, spec: ModelSpec, files: Files, closing: ExitStack
+) -> tuple[Mapping[str, _Stored], dict[str, list[Part]]]:
+    """(the tensors of the folder, which of them make each tensor of the model); ModelError unless all belong."""
+    stored = _open_all(folder, files, closing)
+    wanted = [tensor for segment in spec.segments for tensor in segment.tensors]
+    parts = {tensor.name: _parts_of(tensor, stored, folder) for tensor in wanted}
+    used = {part.name for found in parts.values() for part in found} | set(_buffer_names(stored, spec).values())
+    _check_rest(stored, used | ({TIED_HEAD} if spec.tied else set()))
+    return stored, parts
 
 
 def read_buffers(folder: Path, spec: ModelSpec, files: Files | None = None) -> dict[str, tuple[str, torch.Tensor]]:

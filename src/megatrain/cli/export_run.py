@@ -39,8 +39,10 @@ def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: s
             f"{path} kept no checkpoints (save_strategy: no); its final model is {path / 'model'}, a Hugging Face "
             "folder: copy that"
         )
-    if step in ("base", "all") or not steps:
-        raise CheckpointError(f"{path} holds no checkpoint to export{'' if not steps else f' by the name {step}'}")
+    if not steps:
+        raise CheckpointError(f"{path} holds no checkpoint to export yet; train it first")
+    if step in ("base", "all"):
+        raise ConfigError(f"step is {step!r}; an export takes one checkpoint: a number, latest or best")
     checkpoint = open_step(path, steps_of(path, step, steps)[0])
     config = on_cpu(run_config(path)).model_copy(update={"activations": "recompute", "save_strategy": "no"})
     run = planned(config, checkpoint.path / "model")

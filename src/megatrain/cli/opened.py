@@ -39,12 +39,13 @@ def is_run(path: Path) -> bool:
         return True
     if (path / "config.json").is_file():
         return False
-    if path.is_dir() and not (path / "checkpoints").is_dir() and path.parent.name != "checkpoints":
-        raise ModelError(
-            f"{path} is neither a run folder (config.yaml) nor a Hugging Face model folder (config.json); give one of "
-            "them"
-        )
-    raise CheckpointError(why_no_run(path))
+    if path.is_dir() and ((path / "checkpoints").is_dir() or path.parent.name == "checkpoints"):
+        raise CheckpointError(why_no_run(path))
+    what = "is" if path.is_dir() else "is a file," if path.exists() else "is not there:"
+    raise ModelError(
+        f"{path} {what} neither a run folder (config.yaml) nor a Hugging Face model folder (config.json); give one of "
+        "them"
+    )
 
 
 def refuse_unheeded(words: Sequence[str], heeded: Collection[str], why: str) -> None:

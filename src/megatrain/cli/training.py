@@ -15,6 +15,7 @@ from megatrain import __version__
 from megatrain.checkpoint import (
     Checkpoint,
     CheckpointWriter,
+    check_weights,
     load_checkpoint,
     load_weights,
     restore,
@@ -59,15 +60,16 @@ def train_config(
         checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
         if checkpoint is not None and run.source != Path(run.config.model):
             run = replace(run, source=checkpoint.path / "model")  # verified, unlike the newest
+        if checkpoint is None:
+            check_weights(run.source, run.spec)  # before data are tokenised for hours
         tokenizer = read_tokenizer(run.source)
         parts = training_parts(run.config, tokenizer)
         batches = batches_of(run.config, parts)
         evaluation = held_out(run.config, tokenizer)
         facts: dict[str, object] = dict(zip(FACTS, (batches.fingerprint, versions()), strict=True))
-        start_step = 0
         if checkpoint is not None:
             refuse_other_run(checkpoint, facts, allowed)
-            start_step = checkpoint.step
+        start_step = _done_steps(checkpoint, num_steps_of(batches))
         refuse_wear(run.question, run.plan, num_steps_of(batches) - start_step)
         plan_facts = show.plan_json(run.spec, run.plan, run.table, run.machine)
         folder.begin(run.config, plan_facts, environment(run.machine, run.config))
@@ -139,6 +141,17 @@ def _checkpoint_of(
         )
     folder.refuse_changes(config, allowed)
     return checkpoint
+
+
+def _done_steps(checkpoint: Checkpoint | None, num_steps: int) -> int:
+    """How many of the run's steps are behind it; ConfigError if it is to have fewer than that."""
+    done_steps = 0 if checkpoint is None else checkpoint.step
+    if done_steps > num_steps:
+        raise ConfigError(
+            f"the run is to have {num_steps} steps, but {done_steps} are done; raise max_steps or num_train_epochs, or "
+            "export a checkpoint"
+        )
+    return done_steps
 
 
 def final_model(folder: RunFolder) -> Path:

@@ -68,6 +68,9 @@ def train(run: Run) -> Outcome:
     if watch.exhausted:
         run.metrics.say(f"{watch.verdict()}; nothing is left to do")
         return Outcome(step, None)
+    if step == run.num_steps:
+        run.metrics.say(f"all {step} steps are done; for more, raise max_steps or num_train_epochs, and --allow it")
+        return Outcome(step, None)
     with StopRequest() as stop:
         if step == 0:
             evaluate(run, step)

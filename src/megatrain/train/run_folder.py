@@ -134,7 +134,8 @@ class RunFolder:
 def why_no_run(path: Path) -> str:
     """What is missing in a folder without a config.yaml that should be a run's, and the remedy."""
     if not path.is_dir():
-        return f"{path} is no run folder: it is not there; give the output_dir of a run"
+        what = "it is a file" if path.exists() else "it is not there"
+        return f"{path} is no run folder: {what}; give the output_dir of a run"
     if path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file():
         return f"{path} is a checkpoint, no run folder; give {path.parent.parent}"
     steps = sorted(path.glob("checkpoints/step-*/model"), key=lambda folder: folder.parent.stat().st_mtime)
