@@ -118,7 +118,7 @@ def meta_model(
     """The model of `config` in eval mode: parameters on meta in `dtype`, buffers on the CPU with their real values.
 
     Buffers have the value and dtype of a model really made with `from_config(config, dtype=dtype)`. `config` is not
-    changed. Refused: unproven architectures (unless allowed), dropout, and backbones not laid out as their family says.
+    changed. Refused: unproven architectures (unless allowed), settings that cannot be honoured, other layouts.
     """
     family = family_of(architecture_of(config), allow_unproven)
     _refuse_number_of_layers(config)
