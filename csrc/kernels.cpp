@@ -13,9 +13,13 @@
 namespace megatrain {
 namespace {
 
-// Elements of a split update in flight. Longer blocks leave the memory idle while a block is computed (1024: 1.1, 128: 1.5
-// Gparam/s on one thread, the speed of the fp32 update).
-constexpr uint64_t kBlock = 128;
+// Elements of an update in flight. Longer blocks leave the memory idle while a block is computed.
+constexpr uint64_t kBlock = 64;
+
+// How far ahead lines are asked for, in elements: the processor's own look-ahead stops at each page, and five streams
+// cross one often. With it and blocks of 64 instead of 128, a Xeon gave 0.88 for 0.76 Gparam/s on 1 thread, 4.4 for 3.7
+// on 8 and 5.3 for 5.0 on 16.
+constexpr uint64_t kAhead = 512;
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;
@@ -52,10 +56,24 @@ inline float adamw_one(float w, float* __restrict m, float* __restrict v, float 
   return w * s.decay_mul - (m1 * s.step_size) / d;
 }
 
+// Asks for the lines of a block of `bytes` that comes later; never faults, also beyond the end.
+inline void ask_for(const void* from, uint64_t bytes) {
+  for (uint64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 1);
+}
+
 void adamw_fp32(float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict grad,
                 uint64_t count, const Scalars& scalars) {
   const Scalars s = scalars;  // a copy: a store through w cannot alias it
-  for (uint64_t i = 0; i < count; ++i) w[i] = adamw_one(w[i], m + i, v + i, grad[i], s);
+  const uint64_t whole = count - count % kBlock;
+  for (uint64_t start = 0; start < whole; start += kBlock) {
+    const uint64_t next = start + kAhead;
+    ask_for(w + next, 4 * kBlock);
+    ask_for(m + next, 4 * kBlock);
+    ask_for(v + next, 4 * kBlock);
+    ask_for(grad + next, 4 * kBlock);
+    for (uint64_t i = start; i < start + kBlock; ++i) w[i] = adamw_one(w[i], m + i, v + i, grad[i], s);
+  }
+  for (uint64_t i = whole; i < count; ++i) w[i] = adamw_one(w[i], m + i, v + i, grad[i], s);
 }
 
 void split(const float* __restrict master, uint16_t* __restrict hi, int16_t* __restrict lo, uint64_t count) {
@@ -88,7 +106,15 @@ __attribute__((always_inline)) inline void split_block(uint16_t* __restrict hi, 
 void adamw_split(uint16_t* hi, int16_t* lo, float* m, float* v, const float* grad, uint64_t count,
                  const Scalars& s) {
   const uint64_t whole = count - count % kBlock;
-  for (uint64_t i = 0; i < whole; i += kBlock) split_block(hi + i, lo + i, m + i, v + i, grad + i, kBlock, s);
+  for (uint64_t i = 0; i < whole; i += kBlock) {
+    const uint64_t next = i + kAhead;
+    ask_for(m + next, 4 * kBlock);
+    ask_for(v + next, 4 * kBlock);
+    ask_for(grad + next, 4 * kBlock);
+    ask_for(hi + next, 2 * kBlock);
+    ask_for(lo + next, 2 * kBlock);
+    split_block(hi + i, lo + i, m + i, v + i, grad + i, kBlock, s);
+  }
   split_block(hi + whole, lo + whole, m + whole, v + whole, grad + whole, count - whole, s);
 }
 
