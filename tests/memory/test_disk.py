@@ -65,8 +65,8 @@ def os_write(fd: int, buffer: memoryview, offset_bytes: int) -> int:
     return os.pwritev(fd, [buffer], offset_bytes)
 
 
-def raising(number: int) -> Callable[[int, memoryview, int], int]:
-    def fault(_fd: int, _buffer: memoryview, _offset_bytes: int) -> int:
+def raising(number: int) -> Callable[..., int]:
+    def fault(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
     return fault
@@ -211,6 +211,15 @@ def test_errors_of_the_disk_say_which_bytes_and_what_to_do(tmp_path: Path, verb:
     move = file.read if verb == "read" else file.write
     with pytest.raises(DiskError, match=r"a, bytes [\d,]+ to [\d,]+, in the scratch file of .*" + says):
         move([("a", buffer(3 * PIECE, 1))])
+    file.close()
+
+
+def test_a_page_cache_that_cannot_be_written_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk, "_set_direct", lambda _: False)
+    monkeypatch.setattr(os, "fdatasync", raising(errno.EIO))
+    file = DiskFile(tmp_path, {"a": PIECE})
+    with pytest.raises(DiskError, match=r"the scratch file of .* cannot be written: Input/output error"):
+        file.write([("a", buffer(PIECE, 1))])
     file.close()
 
 

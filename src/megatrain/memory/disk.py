@@ -116,8 +116,8 @@ class DiskFile:
         """Stores each buffer, as `read` takes it, in its extent."""
         pieces = self._pieces(extents)
         _all(self._writers, self._write, pieces)
-        if not self.direct:  # only pages that are on the disk can be forgotten
-            os.fdatasync(self._fd)
+        if not self.direct:
+            self._sync()
             for piece in pieces:
                 self._forget(piece)
         self.written_bytes += sum(piece.buffer.nbytes for piece in pieces)
@@ -169,6 +169,15 @@ class DiskFile:
             if moved <= 0:
                 raise DiskError(f"{self._where(piece)} cannot be {verb}: the file ends there; {_FAILING}")
             done += moved
+
+    def _sync(self) -> None:
+        """Only pages that are on the disk can be forgotten."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as failure:
+            raise DiskError(
+                f"the scratch file of {self.folder} cannot be written: {failure.strerror}; {_FAILING}"
+            ) from failure
 
     def _forget(self, piece: _Piece) -> None:
         os.posix_fadvise(self._fd, piece.offset_bytes, piece.buffer.nbytes, os.POSIX_FADV_DONTNEED)
