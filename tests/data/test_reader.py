@@ -1,7 +1,9 @@
 """The process that reads and renders: the same rows as without it, and no template can hurt its parent."""
 from __future__ import annotations
 
+import json
 import os
+import resource
 import time
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data import reader
+from megatrain.data import prepare, reader
 from megatrain.data.reader import Batch, Request, read_texts, texts_from_process
 from megatrain.data.sandbox import TemplateSource, source_of
 from megatrain.data.texts import Texts
@@ -124,3 +126,20 @@ def test_a_template_that_cannot_be_interrupted_ends_the_run(write_rows: Any) -> 
                     hard_limit_s=0.5)
     with pytest.raises(DataError, match="could not be interrupted; mend the template"):
         list(texts_from_process(asked))
+
+
+@pytest.mark.slow
+def test_lines_of_200_megabytes(tmp_path: Path, options: Any) -> None:
+    """A conversation, and nothing at all: memory for some copies of one line, and both are accounted for."""
+    path = tmp_path / "rows.jsonl"
+    size = 200 << 20
+    good = json.dumps(GOOD).encode()
+    with open(path, "wb") as file:
+        file.write(good + b"\n" + good.replace(b'"hi"', b'"' + b"hi " * (size // 3) + b'"') + b"\n")
+        file.write(b'{"messages": "' + b"x" * size + b"\n" + good + b"\n")
+    dataset = prepare(options(path), make_word_tokenizer())
+    assert [dataset.source(i)[1] for i in range(dataset.num_samples)] == [1, 4]
+    assert [(bad.line, bad.reason) for bad in dataset.report.bad_rows] == [
+        (2, "all trained tokens lie beyond max_length"), (3, "not JSON")]
+    peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+    assert peak_bytes < 12 * size
