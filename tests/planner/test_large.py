@@ -129,13 +129,18 @@ def shown(case: Case) -> dict[str, Any]:
         "disk": [s for s in segments if s["state"] == "disk"],
     }
     assert all(s["weights_home"] == "ram" for s in segments)
-    assert all(s["activations"] == "recompute" for s in segments)
+    assert all(s["activations"] in ("recompute", "offload") for s in segments)
     return {**table, "places": places, "M": case.rows * case.length // T}
 
 
 def parameters(model: Model, segments: list[dict[str, Any]]) -> int:
     sizes = {"embed": model.embed, "block": model.block, "head": model.head}
     return sum(sizes[segment["kind"]] for segment in segments)
+
+
+def offloaded(shown: dict[str, Any]) -> tuple[int, int]:
+    """(blocks whose inputs wait in RAM or pass through the shared slots, slots)."""
+    return sum(s["activations"] == "offload" for s in shown["plan"]["segments"]), shown["plan"]["act_slots"]
 
 
 def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
@@ -149,6 +154,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     resident = [s for s in places["hbm"] if s["kind"] == "block"]
     streams = model.blocks - len(resident)
     round_size = plan["round_micro_batches"]
+    aside, slots = offloaded(shown)
     backward = T * model.widths * 2 + 4 * T * d * 2 + model.block * 2
     head = CHUNK * v * 13 + v * d * 2 + 3 * T * d * 2
     away = [*places["ram"], *places["disk"]]
@@ -160,7 +166,8 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "shared weight slots": 2 * 2 * model.block * (streams > 0),
         "shared gradient slots": 2 * 4 * model.block * (streams > 0),
         "second gradient of the tied embedding": 4 * v * d if model.tied else 0,
-        "boundary activations of a round": round_size * (model.blocks + 2) * T * d * 2,
+        "boundary activations of a round": round_size * (model.blocks + 2 - aside + slots) * T * d * 2,
+        "block inputs waiting in RAM": round_size * max(0, aside - slots) * T * d * 2,
         f"working memory ({'backward of a block' if backward > head else 'head and loss'})": max(backward, head),
         "CUDA libraries": 700 * MIB,
         "weights": 2 * parameters(model, away),
@@ -224,13 +231,15 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     sums_s = 2 * 4 * model.total / hbm + model.tied * (4 * model.embed + 3 * 4 * model.embed) / hbm
     compute = M * (forward_s + backward_s + head_s) + sums_s + 28 * places["hbm"] / hbm
 
+    aside, slots = offloaded(shown)
+    inputs_bytes = M * max(0, aside - slots) * T * d * 2
     moves = len(streams) + (2 * R - 1) * (len(streams) - 2)
     h2d_bytes = moves * 2 * model.block + 2 * parameters(model, own_away) + (R - 1) * 4 * parameters(model, streams)
     d2h_bytes = R * 4 * parameters(model, streams) + 4 * parameters(model, own_away)
     return {
         "compute": compute,
-        "h2d": h2d_bytes / rates["h2d_Bps"],
-        "d2h": d2h_bytes / rates["d2h_Bps"],
+        "h2d": (h2d_bytes + inputs_bytes) / rates["h2d_Bps"],
+        "d2h": (d2h_bytes + inputs_bytes) / rates["d2h_Bps"],
         "host": away / rates["update_params_per_s"],
         "disk": 10 * places["disk"] / rates["disk_write_Bps"],
         "disk_read": 10 * places["disk"] / rates["disk_read_Bps"],

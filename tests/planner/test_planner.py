@@ -150,16 +150,16 @@ def test_the_user_decides_placement() -> None:
 
 def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
     spec = spec_of(48, 4096)
-    small = replace(GPU, hbm_free_bytes=8 * GIB)
+    small = replace(GPU, hbm_free_bytes=5 * GIB)
     config = config_of("cuda", train_batch_size=64)
     _, table = plan_run(spec, config, small)
     assert table.overall == "NO"
     with pytest.raises(PlanError) as error:
         refuse_misfit(spec, config, small, table)
     message = str(error.value)
-    assert "of hbm, the budget is 8.00 GiB (all that is free)" in message
-    asked = config.model_copy(update={"memory": Memory(hbm="8GiB")})
-    assert "the budget is 8.00 GiB; " in str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
+    assert "of hbm, the budget is 5.00 GiB (all that is free)" in message
+    asked = config.model_copy(update={"memory": Memory(hbm="5GiB")})
+    assert "the budget is 5.00 GiB; " in str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
     enough = int(message.split("memory.hbm: ")[1].split("MiB")[0])
     assert plan_run(spec, config, replace(GPU, hbm_free_bytes=enough << 20))[1].verdict("hbm") != "NO"
     assert plan_run(spec, config, replace(GPU, hbm_free_bytes=(enough - 1) << 20))[1].verdict("hbm") == "NO"

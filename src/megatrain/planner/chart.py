@@ -14,7 +14,7 @@ from megatrain.planner.traced import Span
 from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Tier
 
-WIDTH, LEFT, RIGHT = 1200, 90, 20
+WIDTH, LEFT, RIGHT = 1200, 110, 20
 PANEL, GAP, LANE_HEIGHT, TOP = 150, 34, 34, 46
 TIER_COLOURS: Mapping[Tier, str] = {"hbm": "#c2410c", "ram": "#1d4ed8", "disk": "#52525b"}
 LANES = tuple(map(str, Lane))

@@ -1,17 +1,19 @@
 """Search: the fastest plan that fits. No torch.
 
 What may be chosen is a fixed family of plans that does not depend on the budgets; of those that fit, the fastest in
-simulated time is taken. So more memory never gives a slower plan: it only adds plans to choose from. A plan of the
-family is a number of rounds, a number of segments (from the front) whose state is in HBM, and one way to use what is
-then left, as far as it goes: kept activations (from the last block on), or weights that stay in HBM.
+simulated time is taken, with wear of the disk counted as time. So more memory never gives a costlier plan: it only
+adds plans to choose from. A plan of the family is a number of rounds, a number of segments (from the front) whose state
+is in HBM, block inputs in HBM or in RAM, and one way to use what is then left of HBM, as far as it goes: kept
+activations (from the last block on), or weights that stay in HBM.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, product
 from typing import Literal
 
 from megatrain.models.layout import embedding_of
@@ -25,16 +27,18 @@ from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Plan, SegmentPlan, Tier
 
 GROUPS = 18  # of blocks, in the simulations of the search
+WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what five minutes of a GPU do
+ACT_SLOTS = 2  # one is computed, one travels
 DISK_SLOTS = 3  # one is read, one updated, one written
-STEP = 1.12  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
+STEP = 1.2  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
 
-Activations = Literal["recompute", "keep"]
-Change = Mapping[str, str]
-RESIDENT: Change = {"state": "hbm", "weights": "own", "grads": "own"}
-KEPT: Change = {"activations": "keep"}
-STATE_ON_DISK: Change = {"state": "disk"}
-WEIGHTS_ON_DISK: Change = {"weights_home": "disk"}
-OWN_WEIGHTS: Change = {"weights": "own", "grads": "own"}
+Activations = Literal["recompute", "keep", "offload"]
+Change = tuple[tuple[str, str], ...]
+RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
+KEPT: Change = (("activations", "keep"),)
+STATE_ON_DISK: Change = (("state", "disk"),)
+WEIGHTS_ON_DISK: Change = (("weights_home", "disk"),)
+OWN_WEIGHTS: Change = (("weights", "own"), ("grads", "own"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class _Candidate:
 
 
 def search(question: Question) -> Plan:
-    """The fastest plan of the family that fits with a twentieth to spare, or the smallest plan there is."""
+    """The cheapest plan of the family that fits with a twentieth to spare, or the smallest plan there is."""
     if not trains(question.shapes.spec):
         return _to_read(question)
     candidates = sorted(_candidates(question), key=lambda candidate: candidate.floor_s)
@@ -54,10 +58,22 @@ def search(question: Question) -> Plan:
     for candidate in candidates:
         if candidate.floor_s >= best_s:
             break
-        step_s = predict(question.work, candidate.plan, GROUPS).step_s
-        if step_s < best_s:
-            best, best_s = candidate.plan, step_s
+        found_s = cost_s(question, candidate.plan)
+        if found_s < best_s:
+            best, best_s = candidate.plan, found_s
     return best
+
+
+def cost_s(question: Question, plan: Plan) -> float:
+    """What the search makes small: seconds of a step, and its wear of the disk as seconds."""
+    return predict(question.work, plan, GROUPS).step_s + _wear_s(question, plan)
+
+
+def _wear_s(question: Question, plan: Plan) -> float:
+    shapes = question.shapes
+    states = sum(sizes.state_bytes(shapes, s.name) for s in plan.segments if s.state_on_disk)
+    weights = sum(sizes.weights_bytes(shapes, s.name) for s in plan.segments if s.weights_on_disk and s.trainable)
+    return WEAR_S * (states + weights)
 
 
 def trains(spec: ModelSpec) -> bool:
@@ -68,7 +84,7 @@ def trains(spec: ModelSpec) -> bool:
 def _to_read(question: Question) -> Plan:
     """As many weights in HBM as fit, in as few rounds as fit: text is written token by token, each needs all."""
     for round_micro_batches in _round_sizes(question):
-        streamed = _streamed(question, round_micro_batches)
+        streamed = _streamed(question, round_micro_batches, "recompute")
         order = list(range(len(streamed.segments))) if question.machine.device == "cuda" else []
         plan = _most(question, streamed, order, RESIDENT)
         if plan is not None:
@@ -95,14 +111,21 @@ def least_bytes(question: Question, tier: Tier) -> int | None:
 def _small(question: Question) -> Iterator[Plan]:
     """Plans that keep nothing that can be computed or fetched again."""
     asked = question.config.round_micro_batches
-    streamed = _streamed(question, 1 if asked is None else min(asked, question.num_micro_batches))
-    for count in _resident_counts(question):
-        yield _with_disk(question, _changed(streamed, range(count), RESIDENT))
+    for inputs in _inputs(question):
+        streamed = _streamed(question, 1 if asked is None else min(asked, question.num_micro_batches), inputs)
+        for count in _resident_counts(question):
+            yield _with_disk(question, _changed(streamed, range(count), RESIDENT))
 
 
-def _streamed(question: Question, round_micro_batches: int) -> Plan:
+def _inputs(question: Question) -> list[Activations]:
+    """What may happen to the input of every block: it stays in HBM, or waits in RAM; "keep" keeps all that is saved."""
+    if question.config.activations == "keep":
+        return ["keep"]
+    return ["recompute"] if question.machine.device == "cpu" else ["recompute", "offload"]
+
+
+def _streamed(question: Question, round_micro_batches: int, activations: Activations) -> Plan:
     """Everything in RAM, blocks through shared slots."""
-    activations: Activations = "keep" if question.config.activations == "keep" else "recompute"
     segments = []
     for segment in question.shapes.spec.segments:
         trainable = any(tensor.trainable for tensor in segment.tensors)
@@ -116,6 +139,7 @@ def _streamed(question: Question, round_micro_batches: int) -> Plan:
         weight_slots=question.config.weight_slots or 2,
         grad_slots=2,
         round_micro_batches=round_micro_batches,
+        act_slots=ACT_SLOTS if activations == "offload" else 0,
         embedding_trainable=embedding_of(question.shapes.spec).trainable,
     )
 
@@ -123,14 +147,17 @@ def _streamed(question: Question, round_micro_batches: int) -> Plan:
 def _candidates(question: Question) -> Iterator[_Candidate]:
     """Every plan of the family that fits."""
     floor = _Floor(question)
-    for round_micro_batches in _round_sizes(question):
-        streamed = _streamed(question, round_micro_batches)
+    for round_micro_batches, inputs in product(_round_sizes(question), _inputs(question)):
+        streamed = _streamed(question, round_micro_batches, inputs)
         for count in _resident_counts(question):
-            resident = _with_disk(question, _changed(streamed, range(count), RESIDENT))
+            resident = _changed(streamed, range(count), RESIDENT)
+            if memory_table(question, resident).verdict(question.machine_tier) != "FITS":
+                break  # more of them need more
+            resident = _with_disk(question, resident)
             for order, change in _fillings(question, resident):
                 filled = _most(question, resident, order, change)
                 if filled is not None:
-                    yield _Candidate(floor(filled), filled)
+                    yield _Candidate(floor(filled) + _wear_s(question, filled), filled)
 
 
 def _with_disk(question: Question, plan: Plan) -> Plan:
@@ -160,11 +187,11 @@ def _spilled(plan: Plan, changes: list[tuple[int, Change]]) -> Plan:
 
 
 def _round_sizes(question: Question) -> list[int]:
-    """Sizes of a round worth trying: as few rounds as possible, then about one and a half times as many, …"""
+    """Sizes of a round worth trying: as few rounds as possible, then twice as many, …"""
     asked, total = question.config.round_micro_batches, question.num_micro_batches
     if asked is not None:
         return [min(asked, total)]
-    return list(dict.fromkeys(-(-total // num_rounds) for num_rounds in _steps(total, 1.5)))
+    return list(dict.fromkeys(-(-total // num_rounds) for num_rounds in _steps(total, 2.0)))
 
 
 def _resident_counts(question: Question) -> list[int]:
@@ -206,12 +233,15 @@ def _most(question: Question, plan: Plan, order: list[int], change: Change) -> P
 
 
 def _changed(plan: Plan, indices: range | list[int], change: Change) -> Plan:
-    chosen = set(indices)
-    segments = tuple(
-        replace(segment, **change) if index in chosen else segment  # type: ignore[arg-type]
-        for index, segment in enumerate(plan.segments)
-    )
-    return replace(plan, segments=segments)
+    segments = list(plan.segments)
+    for index in indices:
+        segments[index] = _with(segments[index], change)
+    return replace(plan, segments=tuple(segments))
+
+
+@lru_cache(maxsize=1 << 14)  # a search makes the same few segments some ten thousand times
+def _with(segment: SegmentPlan, change: Change) -> SegmentPlan:
+    return replace(segment, **dict(change))  # type: ignore[arg-type]
 
 
 def _fits(question: Question, plan: Plan) -> bool:

@@ -47,6 +47,15 @@ class Shapes:
         return self.spec.num_parameters
 
     @cached_property
+    def segment_bytes(self) -> Mapping[str, tuple[int, int, int]]:
+        """Segment -> bytes of its weights, its state and its gradient."""
+        state = sum(STATE_BYTES[self.compute_bytes].values())
+        return {
+            name: (layout.num_elements * self.compute_bytes, layout.num_trainable * state, layout.num_trainable * 4)
+            for name, layout in self.layouts.items()
+        }
+
+    @cached_property
     def saved_bytes(self) -> Mapping[str, int]:
         """Block -> what autograd saves of it for one micro-batch: inputs and outputs of its linear layers, scaled for
         the elementwise results beside them. Expert weights count for the share of experts a token visits."""
@@ -57,17 +66,17 @@ class Shapes:
 
 def weights_bytes(shapes: Shapes, segment: str) -> int:
     """A segment's compute weights."""
-    return shapes.layouts[segment].num_elements * shapes.compute_bytes
+    return shapes.segment_bytes[segment][0]
 
 
 def state_bytes(shapes: Shapes, segment: str) -> int:
     """A segment's lo (bf16 only), m and v."""
-    return shapes.layouts[segment].num_trainable * sum(STATE_BYTES[shapes.compute_bytes].values())
+    return shapes.segment_bytes[segment][1]
 
 
 def gradient_bytes(shapes: Shapes, segment: str) -> int:
     """A segment's fp32 gradient sum."""
-    return shapes.layouts[segment].num_trainable * 4
+    return shapes.segment_bytes[segment][2]
 
 
 def slot_bytes(
