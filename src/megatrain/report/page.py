@@ -15,13 +15,14 @@ from megatrain.report.charts import Part, Series, bar, line_chart, smooth
 from megatrain.report.record import Record
 from megatrain.report.style import STYLE
 
-LANES = {"compute": "s1", "h2d": "s3", "d2h": "s4", "host": "s2", "disk": "s6"}
+LANES = {"compute": "s1", "h2d": "s3", "d2h": "s4", "host": "s2", "disk": "s6", "disk_read": "s5"}
 LANE_WORDS = {
     "compute": "compute",
     "h2d": "h2d: to the device",
     "d2h": "d2h: from the device",
     "host": "host: optimizer",
-    "disk": "disk",
+    "disk": "disk: written",
+    "disk_read": "disk: read",
 }
 TIERS = {"hbm": "GPU memory (hbm)", "ram": "host memory (ram)", "disk": "disk"}
 PALETTE = ("s1", "s2", "s3", "s4", "s5", "s7", "s8", "s6")
