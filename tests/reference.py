@@ -8,12 +8,11 @@ settings), and the numpy specification of the optimizer.
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +26,11 @@ from megatrain.models.dice import key_of
 from megatrain.models.documents import Packing, run_by_document
 from megatrain.models.families import FAMILIES
 from megatrain.models.loss import chunked_backward
-from megatrain.models.neftune import with_noise
 from megatrain.models.recorders import GivenBackbone
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import spec as optim
 from megatrain.optim.norm import clip_coefficient, total_norm
+from tests.reference_parts import RouterLoss, dice, noise, tables_by_document
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # EMBEDDING: of most families
 
@@ -86,26 +85,6 @@ def whole(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
     return Whole(model, output, packing)
 
 
-def tables_by_document(model: PreTrainedModel, packing: Packing) -> None:
-    """Rotary tables that depend on a length are made, document by document, by a rotary module built for it alone."""
-    parameters = model.config.to_dict().get("rope_parameters") or {}
-    if parameters.get("rope_type") not in ("dynamic", "longrope"):
-        return
-
-    def tables(kind: type[nn.Module], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        start, cos, sin = 0, [], []
-        for length in packing.lengths_tokens:
-            part = kind(model.config).to(x.device)(x, position_ids[:, start : start + length])
-            cos.append(part[0])
-            sin.append(part[1])
-            start += length
-        return torch.cat(cos, dim=1), torch.cat(sin, dim=1)
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            module.forward = functools.partial(tables, type(module))
-
-
 def set_state(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Fill every parameter and every saved buffer. A buffer given in fp32 stays fp32."""
     for name, value in buffers.items():
@@ -139,79 +118,6 @@ def hidden_states(whole: Whole, batch: TokenBatch) -> Tensor:
         attention_mask=masks_of(model.config, batch) if is_ours else None,
         use_cache=False,
     ).last_hidden_state
-
-
-@contextmanager
-def dice(whole: Whole, key: int) -> Iterator[None]:
-    """While entered, the model trains: what comes before the layers, and each layer, draws from its own seed."""
-    backbone = whole.model.get_submodule(FAMILIES[type(whole.model).__name__].backbone)
-    layers = backbone.get_submodule(FAMILIES[type(whole.model).__name__].layers)
-    parts = [backbone, *layers]
-    handles = [
-        part.register_forward_pre_hook(lambda _part, _given, number=number: seed_all(key_of(key, number)))
-        for number, part in enumerate(parts)
-    ]
-    whole.model.train()
-    yield
-    whole.model.eval()
-    for handle in handles:
-        handle.remove()
-
-
-def seed_all(key: int) -> None:
-    """Seed the default generators; a forward hook that returns nothing changes nothing."""
-    torch.manual_seed(key)
-
-
-class RouterLoss(NamedTuple):
-    """The balancing loss as one formula over all layers, for whole-model autograd."""
-
-    coefficient: float
-    num_experts: int
-    num_chosen: int
-    router: str  # class of the routers
-    output: int = 0  # which of their outputs is the logits
-
-    def of(self, logits: Sequence[Tensor], batch: TokenBatch) -> Tensor:
-        """Times the supervised tokens; documents without a label do not count."""
-        labelled = {int(d) for d, label in zip(batch.document_ids_T, batch.labels_T, strict=True) if label >= 0}
-        counted = torch.tensor([float(int(d) in labelled) for d in batch.document_ids_T], device=logits[0].device)
-        rows = max(1.0, float(counted.sum()) * len(logits))
-        share, probability = torch.zeros(2, self.num_experts, device=counted.device)
-        for layer in logits:
-            p = torch.softmax(layer.float(), dim=-1)
-            chosen = torch.nn.functional.one_hot(p.topk(self.num_chosen, dim=-1).indices, self.num_experts).sum(1)
-            share = share + (chosen * counted[:, None]).sum(0)
-            probability = probability + (p * counted[:, None]).sum(0)
-        balanced = self.num_experts * torch.sum((share / rows) * (probability / rows))
-        return (self.coefficient * (batch.labels_T >= 0).sum()) * balanced
-
-    @contextmanager
-    def hear(self, model: nn.Module) -> Iterator[list[Tensor]]:
-        """While entered, the list gets the logits of every router that runs."""
-        heard: list[Tensor] = []
-        routers = [module for module in model.modules() if type(module).__name__ == self.router]
-        handles = [r.register_forward_hook(lambda _r, _given, out: heard.append(out[self.output])) for r in routers]
-        yield heard
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def noise(whole: Whole, batch: TokenBatch, neftune: tuple[float, int] | None, step: int, index: int) -> Iterator[None]:
-    """While entered, the first layer gets its hidden state with the noise of this micro-batch. (alpha, seed)"""
-    if neftune is None:
-        yield
-        return
-    family = FAMILIES[type(whole.model).__name__]
-    first = whole.model.get_submodule(f"{family.backbone}.{family.layers}")[0]
-
-    def disturb(_layer: nn.Module, given: tuple[Tensor, ...], words: dict[str, Any]) -> tuple[Any, Any]:
-        return (with_noise(given[0], batch, *neftune, step, index), *given[1:]), words
-
-    handle = first.register_forward_pre_hook(disturb, with_kwargs=True)
-    yield
-    handle.remove()
 
 
 def add_gradients(
@@ -295,7 +201,7 @@ def train(
         loss = torch.zeros((), dtype=torch.float64)
         for index, b in enumerate(micro_batches):
             key = None if dice_seed is None else key_of(dice_seed, step, index)
-            with noise(run, b, neftune, step, index), nullcontext() if key is None else dice(run, key):
+            with noise(run.model, b, neftune, step, index), nullcontext() if key is None else dice(run.model, key):
                 one = add_gradients(run, b, sums, 1.0 / denominator, chunk_tokens, label_smoothing, router_loss)
             loss = loss + one.cpu()
         if spec.tied and OUTPUT in sums:
