@@ -130,3 +130,17 @@ def test_a_use_at_full_speed_is_what_the_op_moves() -> None:
     for use in cost.uses:
         assert isinstance(use, Use)
         assert use.rate * cost.seconds == pytest.approx(2 * BLOCK)
+
+
+def test_rounds_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds are simulated; all twelve give the same step, lanes and bound."""
+    work, rounds = replace(WORK, num_micro_batches=12), replace(PLANS[0], round_micro_batches=1)
+    short = predict(work, rounds)
+    monkeypatch.setattr("megatrain.planner.predict.MOST_ROUNDS", 99)
+    whole = predict(work, rounds)
+    assert len(whole.schedule) > 2 * len(short.schedule)
+    assert short.step_s == pytest.approx(whole.step_s, rel=0.01)
+    assert short.bound_lane == whole.bound_lane
+    for lane, busy_s in whole.lanes_s.items():
+        assert short.lanes_s[lane] == pytest.approx(busy_s, rel=0.02, abs=1e-3), lane
+    assert short.bound_share == pytest.approx(whole.bound_share, abs=0.03)

@@ -92,19 +92,19 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
         pending_update=trains,
     )
     simulation = simulate(schedule, costs.seconds, costs.sharing())
-    step_s, lanes_s = simulation.makespan_s, dict(simulation.busy_s)
-    if num_rounds > MOST_ROUNDS:
-        more = num_rounds - MOST_ROUNDS
-        since_s, until_s = _turns_s(schedule, simulation)[-2:]
-        step_s += more * (until_s - since_s)
-        for op, start_s, finish_s in zip(schedule, simulation.start_s, simulation.finish_s, strict=True):
-            lanes_s[op.lane] += more * max(0.0, min(finish_s, until_s) - max(start_s, since_s))
+    more = max(0, num_rounds - MOST_ROUNDS)  # rounds like the one between the last two turns
+    since_s, until_s = _turns_s(schedule, simulation)[-2:] if more else (0.0, 0.0)
+    lanes_s = dict.fromkeys(Lane, 0.0)
     critical_s: dict[tuple[Lane, Kind], float] = {}
-    for index in simulation.critical_path:
-        op = schedule[index]
-        seconds = simulation.finish_s[index] - simulation.start_s[index]
-        critical_s[op.lane, op.kind] = critical_s.get((op.lane, op.kind), 0.0) + seconds
-    return Prediction(step_s + work.rates.step_s, lanes_s, critical_s, schedule, simulation)
+    critical = set(simulation.critical_path)
+    for index, op in enumerate(schedule):
+        start_s, finish_s = simulation.start_s[index], simulation.finish_s[index]
+        seconds = finish_s - start_s + more * max(0.0, min(finish_s, until_s) - max(start_s, since_s))
+        lanes_s[op.lane] += seconds
+        if index in critical:
+            critical_s[op.lane, op.kind] = critical_s.get((op.lane, op.kind), 0.0) + seconds
+    step_s = simulation.makespan_s + more * (until_s - since_s) + work.rates.step_s
+    return Prediction(step_s, lanes_s, critical_s, schedule, simulation)
 
 
 def _turns_s(schedule: Schedule, simulation: Simulation) -> list[float]:
