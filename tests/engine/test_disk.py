@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatrain.errors import DiskError
@@ -75,6 +76,22 @@ def test_what_a_step_moves_is_what_lives_on_disk() -> None:
     assert same_bytes(run.state(), other.state()) == []
     for each in (run, other):
         each.close()
+
+
+def test_a_skipped_step_writes_nothing() -> None:
+    config = tiny_config("llama")
+    broken = {name: value.copy() for name, value in tiny_masters(model_spec(config)).items()}
+    broken["model.layers.1.mlp.up_proj.weight"][3, 5] = np.inf
+    run = Streamed(config, broken, TOKENS, precision="fp32", placement=ON_DISK)
+    assert run.store.disk is not None
+    before = run.state()
+    (result,) = run.train(batches()[:1], HYPERS[:1])
+    assert not result.applied
+    written = run.store.disk.file.written_bytes
+    run.engine.flush()
+    assert run.store.disk.file.written_bytes == written
+    assert same_bytes(run.state(), before) == []
+    run.close()
 
 
 LOADER = """

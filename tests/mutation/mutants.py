@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.mutation import (
     faults_core,
     faults_data,
+    faults_disk,
     faults_engine,
     faults_gpu,
     faults_models,
@@ -20,7 +21,16 @@ __all__ = ["MUTANTS", "Device", "Mutant", "more_tests", "stale"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     mutant
-    for faults in (faults_schedule, faults_engine, faults_optim, faults_models, faults_data, faults_gpu, faults_core)
+    for faults in (
+        faults_schedule,
+        faults_engine,
+        faults_optim,
+        faults_models,
+        faults_data,
+        faults_disk,
+        faults_gpu,
+        faults_core,
+    )
     for mutant in faults.MUTANTS
 )
 

@@ -126,6 +126,9 @@ class Handlers:
         self.store.load(op.segment, self.places.landing_slots(op.writes))
 
     def spill(self, op: Op) -> None:
+        assert self.cell is not None
+        if self.cell.scalars is None:
+            return  # a skipped step changed nothing: the drive keeps what it has, and is spared
         self.store.spill(op.segment, self.places.landing_slots(op.reads))
 
     def fetch_state(self, op: Op) -> None:

@@ -139,11 +139,11 @@ def _lanes(record: Record) -> str:
     rows = [row for row in record.steps if "lanes" in row]
     used = [lane for lane in LANES if any(row["lanes"].get(lane, 0.0) > 0 for row in rows)]
     series = [Series("whole step", "s6", _points(rows, "step_s"), "faint" if "compute" in used else "line")]
-    series += [Series(lane, LANES[lane], [(row["step"], row["lanes"][lane]) for row in rows]) for lane in used]
+    series += [Series(lane, LANES[lane], [(row["step"], row["lanes"].get(lane, 0.0)) for row in rows]) for lane in used]
     items = [("whole step", "s6")]
     total = sum(row["step_s"] for row in rows) or 1.0
     for lane in used:
-        share = sum(row["lanes"][lane] for row in rows) / total
+        share = sum(row["lanes"].get(lane, 0.0) for row in rows) / total
         items.append((f"{LANE_WORDS[lane]} {share:.0%}", LANES[lane]))
     chart = line_chart(series, lambda y: f"{y:.3g} s", label="Busy seconds of each lane over steps", from_zero=True)
     note = "busy seconds a step, and their share of it; lanes overlap"
