@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.results import record
@@ -168,7 +169,7 @@ def varying(backward: Backward, out: Tensor, lse: Tensor, runs: int = 8) -> int:
 
 
 # Timing calls a backward many times; compiled ones give up their buffers after the first unless told not to.
-torch._functorch.config.donated_buffer = False
+functorch_config.donated_buffer = False
 
 
 def _ms(work: Callable[[], object]) -> float:
