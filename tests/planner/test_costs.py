@@ -136,7 +136,7 @@ def test_rounds_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
     """Three rounds are simulated; all twelve give the same step, lanes and bound."""
     work, rounds = replace(WORK, num_micro_batches=12), replace(PLANS[0], round_micro_batches=1)
     short = predict(work, rounds)
-    monkeypatch.setattr("megatrain.planner.predict.MOST_ROUNDS", 99)
+    monkeypatch.setattr("megatrain.planner.prediction.MOST_ROUNDS", 99)
     whole = predict(work, rounds)
     assert len(whole.schedule) > 2 * len(short.schedule)
     assert short.step_s == pytest.approx(whole.step_s, rel=0.01)

@@ -14,8 +14,8 @@ from megatrain.hardware import Machine
 from megatrain.hardware.described import read_machine
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import Question, least_bytes, memory_table, predict, question_of, search
-from megatrain.planner.predict import fold
-from megatrain.planner.search import GROUPS, cost_s
+from megatrain.planner.family import GROUPS, cost_s
+from megatrain.planner.prediction import fold
 from megatrain.schedule.plan import validate
 from tests.planner.test_planner import spec_of
 

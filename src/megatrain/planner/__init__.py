@@ -9,8 +9,8 @@ Must never:    allocate, run, or import torch.
 
 from megatrain.planner.account import Question, memory_table, question_of
 from megatrain.planner.choose import misfit, plan_run, refuse_misfit
-from megatrain.planner.predict import Prediction, Workload, predict
-from megatrain.planner.search import least_bytes, search
+from megatrain.planner.family import least_bytes, search
+from megatrain.planner.prediction import Prediction, Workload, predict
 from megatrain.planner.table import MemoryRow, MemoryTable
 
 __all__ = [

@@ -10,7 +10,7 @@ from megatrain.hardware.rates import Rates
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
-from megatrain.planner.predict import Workload
+from megatrain.planner.prediction import Workload
 from megatrain.planner.sizes import Shapes, shapes_of
 from megatrain.planner.table import TIERS, MemoryRow, MemoryTable
 from megatrain.schedule.plan import Plan, Tier

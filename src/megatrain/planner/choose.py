@@ -13,7 +13,7 @@ from megatrain.hardware.rates import Rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import free_bytes, memory_table, question_of
-from megatrain.planner.search import search, smallest
+from megatrain.planner.family import search, smallest
 from megatrain.planner.sizes import resolved_tokens
 from megatrain.planner.table import TIERS, MemoryTable, gib
 from megatrain.schedule.plan import Plan

@@ -11,7 +11,7 @@ from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
 from megatrain.planner.costs import VisitCosts, content_bytes
-from megatrain.planner.predict import Prediction, Workload, predict
+from megatrain.planner.prediction import Prediction, Workload, predict
 from megatrain.planner.table import gib
 from megatrain.schedule.build import build, rounds
 from megatrain.schedule.ops import Lane, Schedule

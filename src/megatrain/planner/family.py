@@ -20,7 +20,7 @@ from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, memory_table
-from megatrain.planner.predict import predict
+from megatrain.planner.prediction import predict
 from megatrain.planner.table import TIERS
 from megatrain.schedule.build import rounds
 from megatrain.schedule.ops import Kind, Lane, Op, Place
