@@ -23,7 +23,9 @@ from megatrain.errors import CheckpointError, DiskError
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.optim import AdamW
+from megatrain.planner.account import home_rows
 from megatrain.planner.landing import extents, landing_bytes
+from megatrain.planner.sizes import Shapes
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.store import SegmentStore
 from megatrain.store.store import Precision
@@ -117,6 +119,9 @@ def test_only_planned_kinds_are_on_disk_and_bytes_are_where_the_plan_says(tmp_pa
     pages = sum(num_bytes for _, _, num_bytes in table)
     assert pages - 4096 * len(table) < sum(found["disk"].values()) <= pages
     assert found["ram"]["landing"] == 3 * sum(landing_bytes(plan, store.layouts, size).values())
+    shapes = Shapes(SPEC, store.layouts, size, 8, 8, compiled=False)
+    rows = {row.component: row.num_bytes for row in home_rows(shapes, plan)}
+    assert rows["landing slots of the disk"] == found["ram"]["landing"], "what the planner counts"
     store.close()
 
 

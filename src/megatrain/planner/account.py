@@ -10,6 +10,7 @@ from megatrain.hardware.rates import Rates
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
+from megatrain.planner.landing import landing_bytes
 from megatrain.planner.prediction import Workload
 from megatrain.planner.sizes import Shapes, shapes_of
 from megatrain.planner.table import TIERS, MemoryRow, MemoryTable
@@ -98,12 +99,13 @@ def home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
     for segment in away:
         weights[segment.weights_on_disk] += sizes.weights_bytes(shapes, segment.name)
         states[segment.state_on_disk] += sizes.state_bytes(shapes, segment.name)
+    slots = landing_bytes(plan, shapes.layouts, shapes.compute_bytes)
     drained = [s.name for s in plan.segments if not s.updates_on_device]
     return [
         MemoryRow("weights", "ram", weights[False]),
         MemoryRow("optimizer state", "ram", states[False]),
         MemoryRow("gradients", "ram", sum(sizes.gradient_bytes(shapes, name) for name in drained)),
-        MemoryRow("landing slots of the disk", "ram", sizes.landing_bytes(shapes, plan)),
+        MemoryRow("landing slots of the disk", "ram", plan.disk_slots * sum(slots.values())),
         MemoryRow("weights on disk", "disk", weights[True]),
         MemoryRow("optimizer state on disk", "disk", states[True]),
     ]

@@ -127,14 +127,6 @@ def pool_bytes(shapes: Shapes, plan: Plan) -> tuple[int, int]:
     return plan.weight_slots * max(weights, default=0), plan.grad_slots * max(grads, default=0)
 
 
-def landing_bytes(shapes: Shapes, plan: Plan) -> int:
-    """Slots in RAM through which weights and state come from the disk and go back: each as large as the largest that
-    uses it."""
-    weights = [weights_bytes(shapes, s.name) for s in plan.segments if s.weights_on_disk]
-    states = [state_bytes(shapes, s.name) for s in plan.segments if s.state_on_disk]
-    return plan.disk_slots * (max(weights, default=0) + max(states, default=0))
-
-
 def tied_gradient_bytes(shapes: Shapes, plan: Plan) -> int:
     """The head's own sum for a tied embedding."""
     if not plan.has_tied_grad:
