@@ -57,6 +57,20 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
     return predict(Workload(shapes, rates, row["micro_batches"], made.seq, on_cpu=False), plan)
 
 
+def homes(row: Mapping[str, Any]) -> str:
+    """The placement of a measured setting in words."""
+    words = {"resident": "state in HBM", "device_update": "updated on the GPU", "offload": "inputs in RAM",
+             "state_disk": "state on disk", "weights_disk": "weights on disk"}  # fmt: skip
+    found = []
+    for key, what in words.items():
+        names = [name for name in str(row.get(key) or "").split(",") if name]
+        ends = [name for name in names if not name.startswith("L")]
+        blocks = len(names) - len(ends)
+        if names:
+            found.append(f"{what}: {' + '.join([*ends, *([f'{blocks} blocks'] if blocks else [])])}")
+    return "; ".join(found) or "all state in RAM"
+
+
 def backtest() -> Iterator[str]:
     """One line a measured step."""
     yield "| setting | measured | predicted | ratio | compute lane, measured / predicted |"
@@ -64,11 +78,10 @@ def backtest() -> Iterator[str]:
     for row in measured_steps():
         made = predicted(row)
         shape = f"{row['model']}, {row['layers']} layers, {row['step_tokens'] // 1024}K tokens"
-        homes = row.get("resident") or row.get("device_update") or "all in RAM"
         lanes = f"{row['lanes']['compute']:.2f} / {made.lanes_s[Lane.COMPUTE]:.2f} s"
         ratio = made.step_s / row["step_s"]
         yield (
-            f"| {shape}, {row['activations']}, {homes} (run {row['run']}) | {row['step_s']:.2f} s "
+            f"| {shape}, {row['activations']}, {homes(row)} (run {row['run']}) | {row['step_s']:.2f} s "
             f"| {made.step_s:.2f} s | {ratio:.2f} | {lanes} |"
         )
 

@@ -227,7 +227,7 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     )
     table = v * d
     chunks = T // CHUNK
-    head_s = 3 * 2 * table * T / 0.72 / matmul + (T * v * 30 + chunks * table * 12) / hbm
+    head_s = 3 * 2 * table * T / 0.85 / matmul + (T * v * 12 + chunks * table * 12) / hbm
     sums_s = 2 * 4 * model.total / hbm + model.tied * (4 * model.embed + 3 * 4 * model.embed) / hbm
     compute = M * (forward_s + backward_s + head_s) + sums_s + 28 * places["hbm"] / hbm
 

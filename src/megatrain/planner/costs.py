@@ -22,11 +22,11 @@ from megatrain.schedule.simulate import Sharing, Use
 
 LINEAR_SHARE = 0.88  # of the matmul rate: layer-sized products (690 of 785 TFLOP/s)
 EXPERT_SHARE = 0.40  # grouped products of chosen experts
-HEAD_SHARE = 0.72  # products of a loss chunk with the vocabulary
+HEAD_SHARE = 0.85  # products of a loss chunk with the vocabulary
 ATTENTION_BACKWARD = 2.5 / 0.8  # of the forward's seconds: 2.5 times the operations at 0.8 of the rate
 UPDATE_BYTES = 28  # a parameter: reads w lo m v grad, writes w lo m v
 ADD_BYTES = 12  # a parameter: its gradient in the compute dtype written and read, its fp32 sum read and written
-LOGIT_TRAFFIC_BYTES = {True: 30, False: 12}  # of one logit, with and without its gradient
+LOGIT_TRAFFIC_BYTES = {True: 12, False: 8}  # of one logit, with and without its gradient
 UNKNOWN_DISK_Bps = 1e9  # of a disk that could not be measured
 CLIP_S = 2e-3  # of gathering the norms and deciding
 
