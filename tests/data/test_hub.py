@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -16,6 +14,7 @@ from transformers import AutoTokenizer
 from megatrain.data.rows import list_files
 from megatrain.errors import DataError, ModelError
 from megatrain.models.hub import HubName, Kind, fetched, hub_name, revision_of
+from tests.cli.test_verbs import megatrain
 from tests.conftest import write_rows
 
 ONE, TWO = "1" * 40, "2" * 40
@@ -136,25 +135,27 @@ def test_what_to_train_on_is_not_guessed(hub: Path, tmp_path: Path, names: list[
 
 
 def test_a_run_by_names_says_which_revisions_it_used(
-    hub: Path, tiny_model: Path, tmp_path: Path, run_config: Path
+    hub: Path, tiny_model: Path, tmp_path: Path, run_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a process of its own, as the environment is read once; then resumed without the hub's cache."""
     put(hub, "org/tiny", "model", {path.name: path.read_bytes() for path in tiny_model.iterdir()})
     put(hub, "org/rows", "dataset", {"data/train.jsonl": write_rows(tmp_path / "rows.jsonl", 20).read_bytes()}, TWO)
-    environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", "from megatrain.cli.main import main; main()"]
-    words = ["train", str(run_config), "model=org/tiny", "dataset=org/rows", "eval_dataset=", "eval_steps="]
-    words += ["max_steps=2"]
-    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["model=org/tiny", "dataset=org/rows", "eval_dataset=", "eval_steps=", "max_steps=2"]
+    assert megatrain("data", "preview", run_config, *words) == 0
+    assert megatrain("train", run_config, *words) == 0
     used = json.loads((tmp_path / "run/env.json").read_text())["hub"]
     assert sorted(used.values()) == [f"org/rows@{TWO}", f"org/tiny@{ONE}"]
     assert f"org--tiny@{ONE}" in (tmp_path / "run/config.yaml").read_text()
     assert AutoTokenizer.from_pretrained(tmp_path / "run/checkpoints/step-2/model").chat_template
+    capsys.readouterr()
+    assert megatrain("train", run_config, "model=org/none", f"output_dir={tmp_path}/none") == 2
+    assert "hf download org/none" in capsys.readouterr().err
+
+
+def test_a_resume_asks_nobody(hub: Path, tiny_model: Path, tmp_path: Path, run_config: Path) -> None:
+    put(hub, "org/tiny", "model", {path.name: path.read_bytes() for path in tiny_model.iterdir()})
+    words = ["model=org/tiny", "eval_dataset=", "eval_steps=", "max_steps=3", "save_steps=1"]
+    assert megatrain("train", run_config, *words) == 0
     shutil.rmtree(hub)
-    again = subprocess.run([*command, "resume", str(tmp_path / "run")], env=environment, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    missing = subprocess.run([*command, *words[:2], "model=org/none"], env=environment, capture_output=True, text=True)
-    assert missing.returncode == 2
-    assert "hf download org/none" in missing.stderr
-    assert "Traceback" not in missing.stderr
+    shutil.rmtree(tmp_path / "run/checkpoints/step-3")
+    assert megatrain("resume", tmp_path / "run") == 0
+    assert (tmp_path / "run/checkpoints/step-3").is_dir()

@@ -313,6 +313,15 @@ def test_long_documents_are_cut_where_tokens_end(monkeypatch: pytest.MonkeyPatch
     assert encode._split("ab") == ["ab"]
 
 
+@pytest.mark.parametrize("sample", [
+    Document("a\udcff"), Completion("\ud800", "a"), to_chat("user: hi", "assistant: \udfff"),
+    Chat([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}], ["\ud800"], 0)])
+def test_lone_surrogates_cost_the_row(sample: Sample) -> None:
+    tokenizer = make_word_tokenizer(CHATML + "{{ tools | tojson if tools }}")
+    with pytest.raises(BadSample, match="lone surrogate"):
+        table(tokenizer, sample)
+
+
 def test_document_of_one_token_is_refused() -> None:
     with pytest.raises(BadSample, match="fewer than two tokens"):
         table(make_word_tokenizer(), Document("<|im_end|>"))

@@ -80,31 +80,8 @@ def _detect_row(row: Row) -> Format | None:
 
 
 def to_sample(value: Mapping[str, Any], row_format: Format) -> Sample:
-    """The sample in a row of this format, or BadSample. No string in it has a lone surrogate."""
-    sample = _READERS[row_format](value)
-    _refuse_surrogates(sample)
-    return sample
-
-
-def _refuse_surrogates(value: Any) -> None:
-    if isinstance(value, str):
-        if not value.isascii() and not _is_utf8(value):
-            raise BadSample("lone surrogate or bytes that are not UTF-8 in the text")
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _refuse_surrogates(key)
-            _refuse_surrogates(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            _refuse_surrogates(inner)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    """The sample in a row of this format, or BadSample."""
+    return _READERS[row_format](value)
 
 
 def _text_of(value: Mapping[str, Any], key: str) -> str:

@@ -22,7 +22,7 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -42,6 +42,8 @@ SPARE_CHARS = 1 << 20       # a text may be this much longer…
 GROWTH = 64                 # …than this many times what it is made of (tool lists are written out once a turn)
 FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")       # names of one thing in different data sets
+METHODS_OF_DICT = frozenset(dir(dict))
+LOOP_VARIABLES = frozenset({"first", "last", "index", "index0", "previtem", "nextitem"})
 STATM = Path("/proc/self/statm")
 
 
@@ -95,7 +97,7 @@ class Sandbox:
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self._source = source
         self._variables = variables
-        self._environment = ImmutableSandboxedEnvironment(
+        self._environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self._environment.filters["tojson"] = _to_json
         self._environment.globals |= {"raise_exception": _refuse, "strftime_now": PINNED_DATE.strftime,
@@ -123,6 +125,18 @@ class Sandbox:
                 if self._marks.num_chars > limit_chars:
                     raise BadSample(f"the chat template makes more than {limit_chars} characters of {num_chars}")
             return Rendered("".join(blocks), self._marks.found)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox with a short way for what templates ask for most, and what is always safe: `m.role`, `loop.last`.
+    (The long way looks at the kind of object and at every kind of forbidden name: half of a rendering.)"""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in METHODS_OF_DICT:
+            return obj[attribute]
+        if type(obj) is LoopContext and attribute in LOOP_VARIABLES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -178,6 +192,8 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separat
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Reasoning under the names that templates read, whichever the row has."""
+    if message.keys().isdisjoint(REASONING_FIELDS):
+        return message
     given = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
     return message if given is None else {"thinking": given, **message, "reasoning_content": given}
 

@@ -38,6 +38,12 @@ class Texts:
 
     def of(self, sample: Sample) -> Text:
         """The text of a sample; BadSample when it has none, or its trained turns cannot be told apart."""
+        made = self._made(sample)
+        if not made.text.isascii() and not _is_utf8(made.text):
+            raise BadSample("lone surrogate or bytes that are not UTF-8 in the text")
+        return made
+
+    def _made(self, sample: Sample) -> Text:
         if isinstance(sample, Document):
             return Text("document", sample.text, [])
         if isinstance(sample, Completion):
@@ -66,3 +72,11 @@ class Texts:
                                 "instruction-tuned model's tokenizer, or data as `text` or `prompt` + `completion`")
             self._template = ChatTemplate(self._source)
         return self._template
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
