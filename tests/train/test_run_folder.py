@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -115,6 +116,44 @@ def test_figures_count_real_tokens(tmp_path: Path) -> None:
     assert [(row["loss"], row["grad_norm"], row["applied"]) for row in rows] == [("nan", "inf", False)] * 2
     assert rows[0]["tokens_per_s"] == 6.0
     assert [line.split()[:2] for line in (tmp_path / "l").read_text().splitlines()] == [["step", "2"]]
+
+
+def test_a_disk_that_takes_no_more_lines_is_one_sentence(tmp_path: Path) -> None:
+    work = Work(small_spec(), (False,), None)
+    full = Path("/dev/full")
+    for jsonl, log in ((full, tmp_path / "l"), (tmp_path / "m", full)):
+        with Metrics(jsonl, log, PlainDisplay(), torch.device("cpu"), work, logging_steps=1, num_steps=1) as metrics:
+            message = "/dev/full cannot be written: No space left on device; free disk space, then megatrain resume"
+            with pytest.raises(UserError, match=message):
+                metrics.evaluation(1, 0.5, 3)
+    assert (tmp_path / "m").read_text() == ""
+
+
+def test_a_start_that_fails_takes_its_files_along(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run"
+    with RunFolder(path) as folder:
+        folder.begin(CONFIG, {}, {})
+    assert list(tmp_path.iterdir()) == []
+    with RunFolder(path) as folder:
+        folder.begin(CONFIG, {}, {})
+        folder.started()
+    before = sorted(path.iterdir())
+    with RunFolder(path) as folder:
+        folder.begin(CONFIG, {}, {})
+    assert sorted(path.iterdir()) == before
+
+
+def test_a_lock_that_was_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed start removes its lock; who opened that file before must not think it owns the folder."""
+    before = fcntl.flock
+
+    def removed_meanwhile(lock: int, how: int) -> None:
+        (tmp_path / "run" / ".lock").unlink()
+        before(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with pytest.raises(UserError, match="in use by another run"):
+        RunFolder(tmp_path / "run")
 
 
 def test_written_bytes_reads_the_right_line(tmp_path: Path) -> None:

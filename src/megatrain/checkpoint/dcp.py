@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -66,7 +67,9 @@ def write_dcp_folder(
         with ExitStack() as undo:
             undo.callback(remove_tree, files, temporary)
             files.make_folder(temporary)
-            save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
+            with catch_warnings():
+                filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+                save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
             write_companions(files, temporary, config, read_companions(tokenizer_source, files), torch.float32)
             for name, data in documents.items():
                 write_bytes(files, temporary / name, data)

@@ -129,10 +129,13 @@ def _checkpoint_of(
     """The checkpoint to go on from, with the run's config proven the same; None to start anew."""
     checkpoint = load_checkpoint(folder.path, "auto") if folder.checkpoints.is_dir() else None
     if checkpoint is None:
+        if final_model(folder).exists():
+            raise ConfigError(
+                f"{folder.path} holds a trained model and no checkpoint (save_strategy: no), so it cannot go on; "
+                f"choose another output_dir, with model: {final_model(folder)} to train that one further"
+            )
         if must_resume:
             raise CheckpointError(f"{folder.path} holds no checkpoint to resume from; start it with megatrain train")
-        if final_model(folder).exists():
-            raise ConfigError(f"output_dir {folder.path} already holds a trained model; choose another output_dir")
         return None
     if config.resume_from_checkpoint == "never":
         raise ConfigError(

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from megatrain.data import StepBatch
 from megatrain.engine import StepResult
+from megatrain.errors import UserError
 from megatrain.memory import peak_rss_bytes
 from megatrain.models.flops import hardware_flops, train_flops
 from megatrain.models.spec import ModelSpec
@@ -68,8 +70,8 @@ class Metrics:
         logging_steps: int,
         num_steps: int,
     ) -> None:
-        self._jsonl = jsonl.open("a", encoding="utf-8")
-        self._log = log.open("a", encoding="utf-8")
+        self._jsonl = jsonl.open("ab", buffering=0)  # what the disk refuses is not tried again at the end
+        self._log = log.open("ab", buffering=0)
         self._screen = screen
         self._device = device
         self._work = work
@@ -94,8 +96,7 @@ class Metrics:
 
     def say(self, text: str) -> None:
         """One line for the terminal and the log."""
-        self._log.write(text + "\n")
-        self._log.flush()
+        _append(self._log, text)
         self._screen.line(text)
 
     def step(self, step: int, batch: StepBatch, learning_rate: float, result: StepResult, step_s: float) -> None:
@@ -124,8 +125,7 @@ class Metrics:
         self._screen.live(now)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._jsonl.write(json.dumps(row) + "\n")
-        self._jsonl.flush()
+        _append(self._jsonl, json.dumps(row))
         for tracker in self._trackers:
             tracker.log(row["step"], numbers_of(row))
 
@@ -155,6 +155,17 @@ class Metrics:
         """Record a held-out loss."""
         self.say(f"step {step}  eval_loss {loss:.4f}  ({tokens} tokens)")
         self._write({"step": step, "eval_loss": _json_number(loss), "eval_tokens": tokens})
+
+
+def _append(file: FileIO, line: str) -> None:
+    """One more line; UserError if the disk does not take it."""
+    try:
+        file.write(f"{line}\n".encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise UserError(
+            f"{file.name} cannot be written: {error.strerror}; free disk space, then megatrain resume "
+            f"{Path(str(file.name)).parent}: the last step that was said to be saved stands"
+        ) from error
 
 
 def written_bytes(process: Path = Path("/proc/self/io")) -> int | None:
