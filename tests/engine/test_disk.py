@@ -1,4 +1,4 @@
-"""A disk that fails in the middle of a step, and how much memory a model on disk takes."""
+"""A disk that fails in the middle of a step, what a step moves, and how much memory a model on disk takes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megatrain.engine.lend import Lender
 from megatrain.errors import DiskError
 from megatrain.models.spec_of import model_spec
 from tests.engine.streamed import Placement, Streamed, same_bytes
@@ -20,9 +23,9 @@ from tests.families import tiny_config, tiny_masters
 ON_DISK = Placement(state_on_disk=ALL, weights_on_disk=ALL)
 
 
-def on_disk() -> Streamed:
-    config = tiny_config("llama")
-    return Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="fp32", placement=ON_DISK)
+def on_disk(precision: str = "fp32", disk_slots: int = 2) -> Streamed:
+    config, placement = tiny_config("llama"), replace(ON_DISK, disk_slots=disk_slots)
+    return Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision=precision, placement=placement)
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -92,6 +95,25 @@ def test_a_skipped_step_writes_nothing() -> None:
     assert run.store.disk.file.written_bytes == written
     assert same_bytes(run.state(), before) == []
     run.close()
+
+
+@pytest.mark.parametrize("through_slots", [True, False])
+def test_weights_on_disk_are_lent_for_writing_text(through_slots: bool) -> None:
+    config = tiny_config("llama")
+    masters = tiny_masters(model_spec(config))
+    here, there = Streamed(config, masters, TOKENS, precision="bf16"), on_disk("bf16", disk_slots=1)
+    want = Lender(here.store, here.engine.plan, torch.device("cpu"), through_slots=False)
+    lender = Lender(there.store, there.engine.plan, torch.device("cpu"), through_slots=through_slots)
+    assert lender.outer().keys() == want.outer().keys()
+    outer = lender.outer()
+    for _ in range(2):
+        for index in range(len(here.engine.plan.blocks)):
+            wanted, found = want.block(index), lender.block(index)
+            assert wanted.keys() == found.keys()
+            assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert all(torch.equal(outer[name], value) for name, value in want.outer().items()), "no view of a landing slot"
+    for each in (here, there):
+        each.close()
 
 
 LOADER = """

@@ -174,7 +174,7 @@ def _with_disk(question: Question, plan: Plan) -> Plan:
     def holds(count: int) -> bool:
         return memory_table(question, spilled(count)).verdict("ram") == "FITS"
 
-    if question.machine.device == "cpu" or holds(0) or not holds(len(order)):
+    if holds(0) or not holds(len(order)):
         return plan
     most = bisect_left(range(1, len(order)), True, key=holds) + 1
     return spilled(most)
