@@ -89,7 +89,6 @@ class RouterLoss(NamedTuple):
     num_experts: int
     num_chosen: int
     router: str  # class of the routers
-    output: int = 0  # which of their outputs is the logits
 
     def of(self, logits: Sequence[Tensor], batch: TokenBatch) -> Tensor:
         """Times the supervised tokens; documents without a label do not count."""
@@ -110,7 +109,12 @@ class RouterLoss(NamedTuple):
         """While entered, the list gets the logits of every router that runs."""
         heard: list[Tensor] = []
         routers = [module for module in model.modules() if type(module).__name__ == self.router]
-        handles = [r.register_forward_hook(lambda _r, _given, out: heard.append(out[self.output])) for r in routers]
+
+        def note(_router: nn.Module, _given: Any, out: tuple[Any, ...]) -> None:
+            wide = [t for t in out if torch.is_tensor(t) and t.dtype.is_floating_point and t.ndim == 2]
+            heard.append(next(t for t in wide if t.shape[1] == self.num_experts))
+
+        handles = [router.register_forward_hook(note) for router in routers]
         yield heard
         for handle in handles:
             handle.remove()

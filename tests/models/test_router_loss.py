@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from megatrain.errors import ModelError
 from megatrain.models.batch import TokenBatch
@@ -21,7 +22,15 @@ from tests.families import CASES, mostly_slow, tiny_batch, tiny_buffers, tiny_co
 
 CPU = torch.device("cpu")
 COEFFICIENT = 0.7  # so large that every weight feels it
-BALANCED = [case for case in CASES if architecture_of(tiny_config(case)) in ROUTERS]
+
+
+def has_router(case: str) -> bool:
+    """Whether the installed transformers names the routers of the case's family as newer ones do."""
+    name = ROUTERS.get(architecture_of(tiny_config(case)), "")
+    return name in vars(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny_config(case))].__module__])
+
+
+BALANCED = [case for case in CASES if has_router(case)]
 TOKENS = 24
 HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(2)]
 STEPS = [[tiny_batch(cut, seed=10 * step + i) for i, cut in enumerate([(11, 13), (24,)])] for step in range(2)]
@@ -48,7 +57,7 @@ def formula(config: PreTrainedConfig) -> reference.RouterLoss:
     architecture = architecture_of(config)
     model = AutoModelForCausalLM.from_config(config)
     coefficient = model.aux_loss_coef if architecture == "JetMoeForCausalLM" else model.router_aux_loss_coef
-    return reference.RouterLoss(coefficient, model.num_experts, model.num_experts_per_tok, *ROUTERS[architecture])
+    return reference.RouterLoss(coefficient, model.num_experts, model.num_experts_per_tok, ROUTERS[architecture])
 
 
 @functools.lru_cache(maxsize=4)
@@ -99,7 +108,7 @@ def test_no_placement_changes_a_bit_of_a_router_loss(case: str, precision: str, 
     assert same_bytes(state, want.state) == []
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_next", "jetmoe", "gpt_oss", "ernie4_5_moe", "jamba"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_next", "gpt_oss", "ernie4_5_moe"])
 def test_router_loss_is_that_of_transformers(case: str) -> None:
     """Its own loss, the whole model in one call: token losses plus the balancing loss, and its gradients."""
     config = balanced_config(case, tie_word_embeddings=False)

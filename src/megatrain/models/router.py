@@ -29,15 +29,14 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
-# Architectures whose loss in transformers has the term -> the class of their routers, and which output is the logits.
+# Architectures whose loss in transformers has the term -> the class of their routers.
 _TOP_K_ROUTERS = (
     *("Ernie4_5_Moe", "FlexOlmo", "Flint", "GptOss", "GraniteMoe", "GraniteMoeHybrid", "GraniteMoeSWA"),
     *("GraniteMoeShared", "Jamba", "Laguna", "LaraMini", "Mellum", "MiniMax", "MiniMaxM2", "Mixtral", "Olmoe"),
     *("Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe"),
 )
-ROUTERS: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {f"{name}ForCausalLM": (f"{name}TopKRouter", 0) for name in _TOP_K_ROUTERS}
-    | {"JetMoeForCausalLM": ("JetMoeTopKGating", 4)}
+ROUTERS: Mapping[str, str] = MappingProxyType(
+    {f"{name}ForCausalLM": f"{name}TopKRouter" for name in _TOP_K_ROUTERS} | {"JetMoeForCausalLM": "JetMoeTopKGating"}
 )
 
 
@@ -82,9 +81,13 @@ def balance_of(config: PreTrainedConfig, architecture: str) -> Balance | None:
     return Balance(float(coefficient), num_experts, num_chosen)
 
 
-def listen(layers: nn.Module, architecture: str) -> list[Tensor]:
-    """A list that gets the logits of every router of `layers` that runs, in order. Refused: layers without routers."""
-    name, output = ROUTERS[architecture]
+def listen(layers: nn.Module, architecture: str, num_experts: int) -> list[Tensor]:
+    """A list that gets the logits of every router of `layers` that runs, in order. Refused: layers without routers.
+
+    Logits are, of what a router returns, the first numbers with a column for each expert: versions of transformers
+    return the same in another order.
+    """
+    name = ROUTERS[architecture]
     heard: list[Tensor] = []
     routers = [module for module in layers.modules() if type(module).__name__ == name]
     if not routers:
@@ -93,8 +96,13 @@ def listen(layers: nn.Module, architecture: str) -> list[Tensor]:
             "output_router_logits to false in config.json, or use a transformers version that names its routers so"
         )
     for router in routers:
-        router.register_forward_hook(lambda _router, _given, out: heard.append(out[output]))
+        router.register_forward_hook(lambda _router, _given, out: heard.append(_logits_of(out, num_experts)))
     return heard
+
+
+def _logits_of(returned: Sequence[Any], num_experts: int) -> Tensor:
+    tensors = (value for value in returned if isinstance(value, Tensor))
+    return next(t for t in tensors if t.is_floating_point() and t.shape[-1] == num_experts)
 
 
 def sums_of(logits: Sequence[Tensor], counted_T: Tensor, balance: Balance) -> list[RouterSums]:

@@ -83,7 +83,10 @@ class ModelTemplate:
         self._layers: tuple[nn.Module, ...] = tuple(backbone.get_submodule(family.layers))
         self._rolls_dice = rolls_dice(config.to_dict())
         self.balance: Balance | None = balance_of(config, family.architecture)
-        self._heard = [] if self.balance is None else listen(nn.ModuleList(self._layers), family.architecture)
+        self._heard: list[Tensor] = []
+        if self.balance is not None:
+            layers = nn.ModuleList(self._layers)
+            self._heard = listen(layers, family.architecture, self.balance.num_experts)
         backbone.set_submodule(family.layers, nn.ModuleList())
         self._tape = Tape()
         self._others = family.others
