@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.models.spec_of import model_spec
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -54,6 +54,36 @@ def test_a_run_on_disk_is_the_run_in_ram_and_goes_on_from_its_checkpoint(
     assert megatrain("train", run_config, f"output_dir={tmp_path}/disk", "--plan", plan) == 0
     assert "going on after step 4" in capsys.readouterr().out
     assert same(bits(tmp_path / "ram", 6), bits(tmp_path / "disk", 6))
+
+
+def deeper(model: Path, target: Path) -> Path:
+    """A model of the same tokenizer whose states are larger than three landing slots."""
+    shutil.copytree(model, target)
+    config = AutoConfig.from_pretrained(model)
+    wide = {"num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 512}
+    for key, value in wide.items():
+        setattr(config, key, value)
+    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    return target
+
+
+def test_where_ram_is_short_the_planner_puts_on_disk_what_a_run_and_an_export_need(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = deeper(model_of(run_config), tmp_path / "deep")
+    words = (f"model={model}", "max_steps=2", "save_steps=1", "activations=recompute", "eval_dataset=", "eval_steps=")
+    assert megatrain("plan", run_config, *words, "--json") == 0
+    roomy = json.loads(capsys.readouterr().out)
+    assert {segment["state"] for segment in roomy["plan"]["segments"]} == {"ram"}
+    ram = f"memory.ram={int((roomy['totals']['ram'] - (12 << 20)) / 0.95)}B"
+    for folder, budget in (("ram", ()), ("disk", (ram,))):
+        assert megatrain("train", run_config, *words, *budget, f"output_dir={tmp_path}/{folder}") == 0
+        assert megatrain("export", tmp_path / folder, tmp_path / f"{folder}-out", "--dtype", "fp32") == 0
+    placed = json.loads((tmp_path / "disk" / "plan.json").read_text())
+    assert "disk" in {segment["state"] for segment in placed["plan"]["segments"]}
+    assert same(bits(tmp_path / "ram", 2), bits(tmp_path / "disk", 2))
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "ram-out" / name).read_bytes() == (tmp_path / "disk-out" / name).read_bytes()
 
 
 def test_a_run_that_would_wear_the_drive_beyond_its_allowance_does_not_start(
