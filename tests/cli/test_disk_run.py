@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -54,6 +56,23 @@ def test_a_run_on_disk_is_the_run_in_ram_and_goes_on_from_its_checkpoint(
     assert megatrain("train", run_config, f"output_dir={tmp_path}/disk", "--plan", plan) == 0
     assert "going on after step 4" in capsys.readouterr().out
     assert same(bits(tmp_path / "ram", 6), bits(tmp_path / "disk", 6))
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_nothing_on_disk_and_goes_on_with_the_same_bits(run_config: Path, tmp_path: Path) -> None:
+    plan = plan_on_disk(model_of(run_config), tmp_path / "plan.json")
+    assert megatrain("train", run_config, f"output_dir={tmp_path}/ram") == 0
+    folder = tmp_path / "killed"
+    words = ["train", str(run_config), f"output_dir={folder}", "--plan", str(plan)]
+    started = subprocess.Popen([sys.executable, "-m", "megatrain", *words], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    assert any("saved step 2" in line for line in started.stdout), "ends before its second step"
+    started.kill()
+    started.wait()
+    started.stdout.close()
+    assert not [path for path in folder.rglob("*") if "scratch" in path.name]
+    assert megatrain(*words) == 0
+    assert same(bits(tmp_path / "ram", 6), bits(folder, 6))
 
 
 def deeper(model: Path, target: Path) -> Path:
