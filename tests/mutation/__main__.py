@@ -25,7 +25,8 @@ from tests.mutation.page import page
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = 0.98
-LIMIT_S = {"first": 400, "more": 1200}  # a mutant that hangs its tests is noticed too
+LIMIT_S = {"first": 400, "more": 1200}  # a mutant that hangs its tests is noticed too,
+PATIENCE, LEAST_S = 6, 60  # and sooner: after so many times what the tests take without it
 MARKS: dict[Device, str] = dict.fromkeys(("cpu", "core"), "not gpu and not slow") | {"cuda": "gpu and not slow"}
 
 
@@ -54,6 +55,7 @@ def main() -> int:
         help="which mutants: of the program on a CPU or a GPU, or of its C++ core",
     )
     parser.add_argument("--report", type=Path, default=Path("mutants.jsonl"), help="JSON lines, one a mutant")
+    parser.add_argument("--resume", action="store_true", help="do not repeat those that --report has as killed")
     parser.add_argument("--quick", action="store_true", help="no wider list of tests for those that survive their own")
     args = parser.parse_args()
     chosen = [m for m in MUTANTS if m.device == args.device and args.only in f"{m.file} {m.fault} {m.old} {m.new}"]
@@ -61,8 +63,12 @@ def main() -> int:
     print("\n".join(gone), end="\n" if gone else "")
     if gone or not chosen:
         return 1
-    args.report.write_text("", "utf-8")
-    verdicts = []
+    known = read_report(args.report) if args.resume else []
+    done = {(v.file, v.fault) for v in known}
+    verdicts = [v for v in known if (v.file, v.fault) in {(m.file, m.fault) for m in chosen}]
+    chosen = [m for m in chosen if (m.file, m.fault) not in done]
+    args.report.parent.mkdir(parents=True, exist_ok=True)
+    args.report.write_text("".join(json.dumps(asdict(v)) + "\n" for v in verdicts), "utf-8")
     with tempfile.TemporaryDirectory(prefix="megatrain-mutants-") as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("build", "__pycache__", ".*"))
@@ -76,9 +82,15 @@ def main() -> int:
     killed = sum(v.killed for v in verdicts)
     print(f"{killed} of {len(verdicts)} killed ({killed / len(verdicts):.1%})")
     if not args.only:
-        rows = [json.loads(line) for line in args.report.read_text("utf-8").splitlines()]
+        rows = [asdict(verdict) for verdict in verdicts]
         (ROOT / "docs/mutants.md").write_text(page(rows, ROOT / "docs/mutants.md"), "utf-8")
     return 0 if killed >= NEEDED * len(verdicts) else 1
+
+
+def read_report(path: Path) -> list[Verdict]:
+    """The killed mutants of a report."""
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    return [Verdict(**row) for row in rows if row["killed"]]
 
 
 def judge(copy: Path, chosen: list[Mutant], quick: bool) -> Iterator[Verdict]:
@@ -100,7 +112,7 @@ def judge(copy: Path, chosen: list[Mutant], quick: bool) -> Iterator[Verdict]:
         refused = worker.build_core(copy) if mutant.device == "core" else ""
         if refused:
             raise RuntimeError(f"{mutant.file}: {mutant.fault}: does not compile: {refused}")
-        outcome, wider = worker.run(copy, mutant.tests, LIMIT_S["first"], marks), False
+        outcome, wider = worker.run(copy, mutant.tests, max(LEAST_S, PATIENCE * before.seconds), marks), False
         seconds = outcome.seconds
         if not outcome.failed and mutant.device == "cpu" and not quick:
             outcome, wider = worker.run(copy, more_tests(mutant.file), LIMIT_S["more"], marks), True

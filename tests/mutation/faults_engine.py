@@ -135,7 +135,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(
         "engine/places.py",
-        "tests/engine/test_places.py tests/engine/test_identity.py -k (places)or(smollm2-three)",
+        "tests/models/test_families_train.py -k (test_three_steps)and(qwen3_next)",
         ("views are those of another segment", "key = (place, segment)", 'key = (place, "")'),
     ),
     *of(
