@@ -79,7 +79,7 @@ def test_saved_buffers_reach_the_router(case: str) -> None:
     template = ModelTemplate(tiny_config(case), torch.device("cpu"), torch.bfloat16)
     homes = Homes(template, tiny_masters(template.spec), "bf16")
     assert template.saved_buffers
-    if case not in ("minimax_m2", "longcat_flash", "laguna"):  # the others insist on fp32
+    if case in ("deepseek_v3", "glm4_moe", "ernie4_5_moe"):  # these insist on fp32 in every version of transformers
         assert {buffer.dtype for buffer in template.saved_buffers.values()} == {torch.float32}
     assert not template.saved_buffers.keys() & {t.name for s in template.spec.segments for t in s.tensors}
     before = streamed_logits(template, homes, BATCH)
