@@ -29,7 +29,7 @@ from megatrain.errors import DataError
 
 BATCH_ROWS = 512
 BATCH_CHARS = 2 << 20           # of text handed to the tokenizer at once
-PROGRAM = "from megatrain.data.reader import main; main()"
+PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from megatrain.data.reader import main; main()"
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ def _text_of(row: Row, row_format: Format | None, texts: Texts) -> Text | str:
 
 def texts_from_process(request: Request) -> Generator[Batch, None, None]:
     """`read_texts` in a process of its own; it is gone when the iteration ends, however it ends."""
-    # -P: nothing in the working folder is imported in place of a library.
-    process = subprocess.Popen([sys.executable, "-P", "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # It finds modules where this process does, and nowhere else: -P keeps out what lies in the working folder.
+    command = [sys.executable, "-P", "-c", PROGRAM, *filter(None, sys.path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
