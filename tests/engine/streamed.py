@@ -34,6 +34,7 @@ class Placement:
     keep: bool = False
     offload: bool = False  # every block's input
     act_slots: int = 2
+    two_pass: bool = False
     resident: frozenset[str] = frozenset()  # segments whose state lives in "hbm"
     streamed: frozenset[str] = frozenset()  # segments whose state lives in RAM and is updated on the device
     own: frozenset[str] = frozenset()  # blocks with a weight and gradient slot of their own, state in RAM
@@ -75,6 +76,8 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         embedding_of(spec).trainable,
         placement.disk_slots,
         placement.act_slots,
+        "two-pass" if placement.two_pass else "deferred",
+        2 if placement.two_pass else 0,
     )
 
 

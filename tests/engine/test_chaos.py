@@ -72,7 +72,11 @@ def story(seed: int) -> Story:
         state_on_disk=some(dice.choice([0, 0.4, 1])) - resident - streamed,
         weights_on_disk=some(dice.choice([0, 0.4, 1])) - resident - streamed,
         disk_slots=dice.randint(1, 3),
+        offload=dice.random() < 0.4,
+        act_slots=dice.randint(2, 3),
     )
+    if dice.random() < 0.25:
+        placement = replace(placement, two_pass=True, streamed=frozenset(), round_micro_batches=4)
     between = tuple(dice.choice(["", "", "evaluate", "flush", "save"]) for _ in range(STEPS))
     return Story(model, dice.choice(["fp32", "bf16"]), placement, between, dice.choice([0.0001, 0.0004, 0.001]))
 

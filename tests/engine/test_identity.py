@@ -25,6 +25,8 @@ PLACEMENTS = {
     "a round a micro-batch": Placement(round_micro_batches=1, weight_slots=3),
     "inputs offloaded": Placement(offload=True),
     "inputs offloaded, rounds": Placement(offload=True, act_slots=3, round_micro_batches=2),
+    "two passes": Placement(two_pass=True),
+    "two passes, some at home": Placement(two_pass=True, resident=frozenset({"EMBED", "L001"}), offload=True),
     "kept activations": Placement(keep=True),
     "kept activations, rounds": Placement(keep=True, round_micro_batches=3),
     "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
@@ -126,13 +128,14 @@ def _fitting(family: str, placement: Placement) -> Placement:
 @pytest.mark.parametrize("seed", range(12))
 def test_chaos_changes_no_bit(seed, plain):
     placements = [TWO_SLOTS, Placement(round_micro_batches=2, offload=True), Placement(keep=True, weight_slots=3)]
+    placements.append(Placement(two_pass=True, offload=True))
     placements += [_fitting("gemma3", PLACEMENTS[name]) for name in (*STREAMED_STATE, *DISK)]
     placement = placements[seed % len(placements)]
     _, state = streamed("gemma3", "fp32", placement, Chaos(seed, max_delay_s=0.001))
     assert same_bytes(state, plain("gemma3", "fp32").state) == []
 
 
-@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1], "here and there on disk"])
+@pytest.mark.parametrize("placement", ["two slots", "two passes", STREAMED_STATE[1], "here and there on disk"])
 def test_evaluation_between_steps_changes_nothing_and_sees_the_update(placement):
     config = tiny_config("qwen3")
     masters = tiny_masters(model_spec(config))
@@ -209,7 +212,7 @@ def test_an_evaluation_in_rounds_is_the_sum_of_its_micro_batches():
     run.close()
 
 
-@pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1], "here and there on disk"])
+@pytest.mark.parametrize("placement", ["two slots", "two passes", STREAMED_STATE[1], "here and there on disk"])
 def test_a_non_finite_step_applies_nothing(placement):
     config = tiny_config("llama")
     masters = tiny_masters(model_spec(config))

@@ -28,6 +28,7 @@ ALL_AT_HOME = frozenset({"EMBED", "L000", "L001", "L002", "HEAD"})
 PLACEMENTS = {
     "two slots": Placement(threads=4),
     "three slots, two rounds": Placement(weight_slots=3, grad_slots=1, round_micro_batches=2),
+    "two passes": Placement(two_pass=True, resident=frozenset({"HEAD"})),
     "kept": Placement(keep=True),
     "inputs offloaded": Placement(offload=True, round_micro_batches=2),
     "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),

@@ -31,6 +31,7 @@ def plan_of(
     round_micro_batches: int = 99,
     disk_slots: int = 2,
     act_slots: int = 2,
+    two_pass: bool = False,
 ) -> Plan:
     """A plan from the homes of its segments. A frozen one has no state to keep on disk."""
     placed = [("EMBED", "embed", embed)]
@@ -46,14 +47,18 @@ def plan_of(
         )
         for name, kind, home in placed
     )
-    return Plan(segments, tied, slots, grad_slots, round_micro_batches, disk_slots=disk_slots, act_slots=act_slots)
+    return Plan(segments, tied, slots, grad_slots, round_micro_batches, disk_slots=disk_slots, act_slots=act_slots,
+        clip_mode="two-pass" if two_pass else "deferred", grad_landing_slots=grad_slots if two_pass else 0,
+    )  # fmt: skip
 
 
 def runs_of(plan: Plan, programs: Sequence[Program], num_micro_batches: int = 2) -> list[Run]:
     """Build the programs one after the other, as the engine would: every program applies what is pending."""
     runs, pending = [], False
+    two_pass = plan.clip_mode == "two-pass"
+    programs = [part for p in programs for part in (["norm", "apply"] if two_pass and p == "train" else [p])]
     for program in programs:
-        num = num_micro_batches if program in ("train", "eval") else 0
+        num = 0 if program in ("save", "flush") else num_micro_batches
         runs.append(Run(program, build(plan, program, num, pending), num))
         pending = program == "train"
     return runs
@@ -65,9 +70,15 @@ def plans(draw: st.DrawFn) -> Plan:
     num_blocks = draw(st.integers(1, 5))
     homes = [{"weights": w, "grads": g, "state": "ram"} for w in ("pool", "own") for g in ("pool", "own")]
     homes += [{**home, **disk} for home in homes for disk in (DISK_STATE, DISK_WEIGHTS, DISK)]
-    homes += [RESIDENT, DEVICE]
+    two_pass = draw(st.booleans()) and draw(st.booleans())
+    homes += [RESIDENT] if two_pass else [RESIDENT, DEVICE]
     blocks = draw(st.lists(st.sampled_from(homes), min_size=num_blocks, max_size=num_blocks))
-    ends = [OWN_RAM, RESIDENT, DEVICE, *({**OWN_RAM, **disk} for disk in (DISK_STATE, DISK_WEIGHTS, DISK))]
+    ends = [
+        OWN_RAM,
+        RESIDENT,
+        RESIDENT if two_pass else DEVICE,
+        *({**OWN_RAM, **disk} for disk in (DISK_STATE, DISK_WEIGHTS, DISK)),
+    ]
     names = ["EMBED", *(f"L{i:03d}" for i in range(num_blocks)), "HEAD"]
     frozen = draw(st.sets(st.sampled_from(names), max_size=len(names) - 1)) if draw(st.booleans()) else set()
     return plan_of(
@@ -80,7 +91,8 @@ def plans(draw: st.DrawFn) -> Plan:
         offload=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
         slots=draw(st.integers(2, 4)),
         grad_slots=draw(st.integers(1, 3)),
-        round_micro_batches=draw(st.integers(1, 5)),
+        round_micro_batches=99 if two_pass else draw(st.integers(1, 5)),
+        two_pass=two_pass,
         disk_slots=draw(st.integers(1, 3)),
         act_slots=draw(st.integers(2, 3)),
     )

@@ -31,6 +31,7 @@ def reference(plan: Plan, runs: Sequence[Run], terms: Terms) -> list[Results]:
     state = {s.name: terms("state", s.name) for s in plan.segments}
     pending: tuple[dict[str, int], int] | None = None
     results: list[Results] = []
+    cell = -1
     for run in runs:
         if pending is not None:
             for name, grad in pending[0].items():
@@ -39,13 +40,20 @@ def reference(plan: Plan, runs: Sequence[Run], terms: Terms) -> list[Results]:
             pending = None
         result: Results = {("weights", name): term for name, term in weights.items()}
         result |= {("state", s.name): state[s.name] for s in plan.segments if s.trainable}
-        if run.program in ("train", "eval"):
+        if run.program in ("train", "norm", "apply", "eval"):
             losses, grads = _step(plan, run.num_micro_batches, weights, terms)
             result |= {("loss", m): term for m, term in enumerate(losses)}
-        if run.program == "train":
+        if run.program == "apply":
+            for name, grad in grads.items():
+                operands = (name, grad, cell, state[name], weights[name])
+                state[name], weights[name] = terms("state'", *operands), terms("weights'", *operands)
+            result |= {("weights", name): term for name, term in weights.items()}
+            result |= {("state", s.name): state[s.name] for s in plan.segments if s.trainable}
+        if run.program in ("train", "norm"):
             norms = [terms("norm", name, grad) for name, grad in grads.items()]
-            pending = (grads, terms("cell", *norms, *losses))
-            result["cell", ""] = pending[1]
+            cell = terms("cell", *norms, *losses)
+            result["cell", ""] = cell
+            pending = (grads, cell) if run.program == "train" else None
         if run.program == "save":
             for s in plan.segments:
                 kept = (weights[s.name], state[s.name]) if s.trainable else (weights[s.name],)
@@ -122,10 +130,10 @@ def results_of(plan: Plan, run: Run, memory: Memory) -> Results:
             results["state", s.name] = memory.get(state_home(s), -1)
         if run.program == "save":
             results["file", s.name] = memory.get(Place("file", s.name), -1)
-    if run.program in ("train", "eval"):
+    if run.program in ("train", "norm", "apply", "eval"):
         for m in range(run.num_micro_batches):
             results["loss", m] = memory.get(Place("loss", "", m), -1)
-    if run.program == "train":
+    if run.program in ("train", "norm"):
         results["cell", ""] = memory.get(CELL, -1)
     return results
 

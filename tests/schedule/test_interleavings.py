@@ -22,6 +22,7 @@ TINY = {
         [{**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], frozen=["EMBED"], head=RESIDENT, disk_slots=1
     ),
     "inputs offloaded": plan_of([STREAMED] * 4, frozen=["EMBED", "HEAD"], offload=["L000", "L001", "L002", "L003"]),
+    "two passes": plan_of([STREAMED, STREAMED], embed=RESIDENT, tied=True, two_pass=True),
     "frozen below": plan_of([STREAMED] * 3, frozen=["EMBED", "L000"], tied=True, head=RESIDENT),
 }
 

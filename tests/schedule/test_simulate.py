@@ -165,7 +165,7 @@ def test_a_use_that_yields_is_never_starved() -> None:
 @settings(deadline=None)
 @given(plans(), st.integers(1, 3), st.floats(20, 400))
 def test_sharing_never_makes_a_step_shorter(plan: Plan, num_micro_batches: int, capacity: float) -> None:
-    schedule = build(plan, "train", num_micro_batches, True)
+    schedule = runs_of(plan, ["train", "train"], num_micro_batches)[-1].schedule
     alone = simulate(schedule, durations(UPDATE=2.0, FETCH=0.5, DRAIN=0.7))
     sharing = Sharing(lambda op: (Use("dram", 60.0, yields=op.kind == "UPDATE"),), {"dram": capacity})
     together = simulate(schedule, durations(UPDATE=2.0, FETCH=0.5, DRAIN=0.7), sharing)

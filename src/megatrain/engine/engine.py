@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ class Engine:
     def train_step(
         self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW, step: int = 0
     ) -> StepResult:
-        """Forward, backward and norm of one optimizer step; its update is left pending.
+        """Forward, backward and norm of one optimizer step; its update is left pending, or done in a second pass.
 
         `num_supervised` is the step's number of supervised tokens, over all micro-batches; it must be positive.
         `step`: the number of the step in its run, which names its noise and its dropout.
@@ -120,20 +121,22 @@ class Engine:
             disturb=self._noise_of(step),
             key_of=lambda micro_batch: key_of(self.numerics.seed, step, micro_batch),
         )
-        self._run("train", program)
+        deferred = self.plan.clip_mode == "deferred"
+        lanes_s = Counter(self._run("train" if deferred else "norm", program).busy_s())
         cell = self._handlers.cell
         assert cell is not None
         applied = cell.scalars is not None
+        if not deferred and applied:
+            lanes_s.update(self._run("apply", program).busy_s())
         self.applied_steps += applied
-        self._pending = True
-        assert self.trace is not None
+        self._pending = deferred
         return StepResult(
             loss=cell.loss_sum / num_supervised,
             grad_norm=cell.norm,
             applied=applied,
             bad_tensor=cell.bad_tensor,
             step_s=time.perf_counter() - started,
-            lanes_s=self.trace.busy_s(),
+            lanes_s=dict(lanes_s),
         )
 
     def evaluate(self, micro_batches: Sequence[TokenBatch]) -> float:
@@ -174,7 +177,7 @@ class Engine:
             self._schedules[key] = build(self.plan, program, num_micro_batches, self._pending)
         return self._schedules[key]
 
-    def _run(self, program: Program, step: Step) -> None:
+    def _run(self, program: Program, step: Step) -> Trace:
         if self._unfinished:
             # some of its updates may have run and some not: nothing may be trained, evaluated or saved from this state
             raise RuntimeError("the engine stopped in the middle of a program; resume from a checkpoint")
@@ -184,8 +187,9 @@ class Engine:
         self._handlers.step = step
         if self._chaos is not None:
             self._chaos.begin(schedule)
-        self.trace = self._executor.run(schedule)
+        self.trace = trace = self._executor.run(schedule)
         self._unfinished = False
+        return trace
 
     def _last_use_of(self, schedule: Schedule) -> Mapping[int, Sequence[Place]]:
         """id(op) -> what nobody needs after it. Once a schedule (all are kept), not once a step."""

@@ -147,7 +147,13 @@ class Handlers:
         copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.store.flat(op.segment, "grad"))
 
     def drain(self, op: Op) -> None:
-        copy_in_pieces(self.store.flat(op.segment, "grad"), self.places.flat(op.reads[0], op.segment))
+        copy_in_pieces(self._gradient(op.writes[0], op.segment), self.places.flat(op.reads[0], op.segment))
+
+    def _gradient(self, place: Place, segment: str) -> Tensor:
+        """A gradient in RAM: at home, or in a landing slot."""
+        if place.pool == "land.grad":
+            return self.store.landed_grad(segment, int(place.key))
+        return self.store.flat(segment, "grad")
 
     def zero(self, op: Op) -> None:
         place = op.writes[0]
@@ -293,7 +299,7 @@ class Handlers:
         if gradient.pool == "g":
             rule, g = self.device_rule, self.places.flat(gradient, op.segment)
         else:
-            rule, g = self.host_rule, self.store.flat(op.segment, "grad")
+            rule, g = self.host_rule, self._gradient(gradient, op.segment)
         rule.update(layout, w, state.get("lo"), state["m"], state["v"], g, self.cell.scalars)
 
     def save(self, op: Op) -> None:

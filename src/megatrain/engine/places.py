@@ -71,6 +71,8 @@ class Places:
         for place in places:
             if place.pool == "land.w":
                 slots["w"] = int(place.key)
+            elif place.pool == "land.grad":
+                slots["grad"] = int(place.key)
             elif place.pool == "land.state":
                 slots |= dict.fromkeys(self._state_kinds, int(place.key))
         return slots
@@ -96,9 +98,10 @@ class Places:
 
     def poison(self, place: Place) -> None:
         """For tests: fill a slot nobody will read again with NaN. Homes in HBM (state "hbm") are left alone."""
-        for kind, slot in self.landing_slots([place]).items():
+        slots = self.landing_slots([place])
+        for kind, slot in slots.items():
             self._store.poison_landing(kind, slot)
-        if place.pool in ("land.w", "land.state"):
+        if slots:
             return
         if place.pool == "s":
             for kind in self._state_kinds:

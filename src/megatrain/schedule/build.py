@@ -19,13 +19,21 @@ def build(plan: Plan, program: Program, num_micro_batches: int, pending_update: 
     """The schedule of one program, waits included. It starts and ends with all lanes idle.
 
     `pending_update`: the step before has not been applied yet; this program applies it, whatever the program is.
-    "train" leaves its own update pending. `num_micro_batches` (of the step; unused by flush and save) goes through the
-    layers in rounds of nearly equal size.
+    "train" leaves its own update pending; "apply" uses every gradient up where it comes to be. `num_micro_batches` (of
+    the step; unused by flush and save) goes through the layers in rounds of nearly equal size.
     """
     validate(plan)
-    if program in ("train", "eval"):
+    assert program not in ("norm", "apply") or plan.clip_mode == "two-pass", f"{program} of a plan in one pass"
+    assert program not in ("norm", "apply") or not pending_update, "in two passes nothing is left pending"
+    assert program != "train" or plan.clip_mode == "deferred", "a step in two passes is norm, then apply"
+    if program in ("train", "norm", "apply", "eval"):
         assert num_micro_batches >= 1, f"{program} with {num_micro_batches} micro-batches"
-        if program == "train" and plan.lowest_trainable == len(plan.segments):
+        if program in ("norm", "apply") and num_micro_batches > plan.round_micro_batches:
+            raise PlanError(
+                f"a step has {num_micro_batches} micro-batches and a round {plan.round_micro_batches}, but in two "
+                "passes gradients have no home between rounds; use clip_mode deferred, or a round of the whole step"
+            )
+        if program != "eval" and plan.lowest_trainable == len(plan.segments):
             raise PlanError("every segment is frozen: there is nothing to train; unfreeze a tensor, or evaluate")
         ops = _Pass(plan, program, num_micro_batches, pending_update).ops()
     else:
@@ -52,7 +60,7 @@ def _update(segment: SegmentPlan, landing: Landing) -> Iterator[Op]:
     yield from landing.bring_state(segment)
     yield from landing.bring_weights(segment)
     changed = (landing.state(segment), landing.weights(segment))
-    yield Op(Kind.UPDATE, segment.name, None, Lane.HOST, (Place("ram.grad", segment.name), CELL, *changed), changed)
+    yield Op(Kind.UPDATE, segment.name, None, Lane.HOST, (landing.grad(segment), CELL, *changed), changed)
     yield from landing.spill(segment)
 
 
@@ -91,7 +99,8 @@ class _Pass:
 
     def __init__(self, plan: Plan, program: Program, num_micro_batches: int, pending_update: bool) -> None:
         self.plan = plan
-        self.train = program == "train"
+        self.program = program
+        self.train = program != "eval"  # there is a backward pass
         self.num_micro_batches = num_micro_batches
         self.pending_update = pending_update
         self.segment_of = {segment.name: segment for segment in plan.segments}
@@ -147,9 +156,9 @@ class _Pass:
             yield from self._fetches(visit.number)
             if visit.number == stores_after and self.pending_update:
                 yield from (_store(s) for s in self.plan.segments if s.streams_state)
-            if visit.number == halfway and self.train:
+            if visit.number == halfway and self.program == "train":
                 yield from self._state_fetches()
-        if self.train:
+        if self.program in ("train", "norm"):
             norms = tuple(Place("norm", s.name) for s in self.plan.segments if s.trainable)
             losses = tuple(Place("loss", "", m) for m in range(self.num_micro_batches))
             yield Op(Kind.CLIP, "", None, Lane.HOST, (*norms, *losses), (CELL,))
@@ -241,7 +250,9 @@ class _Pass:
     def _finish(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         """After the last micro-batch of a visit: the norm of a complete gradient, and its way home."""
         for grad in self.grads[visit]:
-            if visit.last_round:
+            if visit.last_round and self.program != "apply":
                 yield Op(Kind.NORM, segment.name, None, Lane.COMPUTE, (grad,), (Place("norm", segment.name),))
-            if self.grads.leaves_after(visit):
-                yield Op(Kind.DRAIN, segment.name, None, Lane.D2H, (grad,), (Place("ram.grad", segment.name),))
+            if self.grads.leaves_after(visit) and self.program != "norm":
+                yield Op(Kind.DRAIN, segment.name, None, Lane.D2H, (grad,), (self.landing.way_of_grad(segment),))
+            if self.program == "apply":
+                yield from _update(segment, self.landing)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatrain.schedule.meaning import Content, Fault, Meaning, Now
+from megatrain.schedule.contents import Content, Fault, Now
+from megatrain.schedule.meaning import Meaning
 from megatrain.schedule.ops import Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan
 from megatrain.schedule.text import to_text
@@ -45,14 +46,15 @@ def check(runs: Sequence[Run], plan: Plan) -> None:
 
     Proves: no race and no deadlock; every read finds the content it wants (segment, micro-batch, step); every gradient
     is summed once per micro-batch and in order; every step is settled by one UPDATE per trainable segment, in the
-    program after it; CLIP sees every norm and loss; only slots of the plan are used; no op is in vain.
+    program after it ("train") or behind its own second pass ("apply"); CLIP sees every norm and loss; only slots of the
+    plan are used; no op is in vain.
     A skipped step (its cell says: leave everything) runs the same schedule, so step, skip, step is step, step, step.
     """
     held: dict[Place, Content] = {}
     steps: list[int] = [0]  # micro-batches of each step; step 0 is the start
     for number, run in enumerate(runs, start=1):
         settled = len(steps) - 1
-        if run.program == "train":
+        if run.program in ("train", "norm"):
             steps.append(run.num_micro_batches)
         now = Now(run.program, number, run.num_micro_batches, len(steps) - 1, settled, steps[settled])
         meaning = Meaning(plan, now)

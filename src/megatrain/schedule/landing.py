@@ -16,8 +16,9 @@ class Landing:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._num_slots = plan.disk_slots
-        self._taken = {"land.w": 0, "land.state": 0}
+        self._num_slots = {"land.w": plan.disk_slots, "land.state": plan.disk_slots}
+        self._num_slots["land.grad"] = plan.grad_landing_slots if plan.clip_mode == "two-pass" else 0
+        self._taken = dict.fromkeys(self._num_slots, 0)
         self._holds: dict[Place, str] = {}  # slot -> segment
 
     def weights(self, segment: SegmentPlan) -> Place:
@@ -31,6 +32,18 @@ class Landing:
         if segment.state_on_disk:
             return self._landed("land.state", segment)
         return Place("hbm.state" if segment.state == "hbm" else "ram.state", segment.name)
+
+    def grad(self, segment: SegmentPlan) -> Place:
+        """Where its gradient is, for an update on the host: at home, or where it landed."""
+        if self._num_slots["land.grad"]:
+            return self._landed("land.grad", segment)
+        return Place("ram.grad", segment.name)
+
+    def way_of_grad(self, segment: SegmentPlan) -> Place:
+        """Where a DRAIN takes its gradient: home, or the slot whose turn it is."""
+        if self._num_slots["land.grad"]:
+            return self._take("land.grad", segment)
+        return Place("ram.grad", segment.name)
 
     def bring_weights(self, segment: SegmentPlan) -> Iterator[Op]:
         """Weights on disk land, unless they are still there."""
@@ -56,10 +69,14 @@ class Landing:
     def _bring(self, kind: Kind, home: str, pool: str, segment: SegmentPlan) -> Iterator[Op]:
         if any(place.pool == pool and name == segment.name for place, name in self._holds.items()):
             return
-        slot = Place(pool, self._taken[pool] % self._num_slots)
+        slot = self._take(pool, segment)
+        yield Op(kind, segment.name, None, Lane.DISK_READ, (Place(home, segment.name),), (slot,))
+
+    def _take(self, pool: str, segment: SegmentPlan) -> Place:
+        slot = Place(pool, self._taken[pool] % self._num_slots[pool])
         self._taken[pool] += 1
         self._holds[slot] = segment.name
-        yield Op(kind, segment.name, None, Lane.DISK_READ, (Place(home, segment.name),), (slot,))
+        return slot
 
     def _landed(self, pool: str, segment: SegmentPlan) -> Place:
         return next(place for place, name in self._holds.items() if place.pool == pool and name == segment.name)

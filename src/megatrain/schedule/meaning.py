@@ -6,74 +6,18 @@ Derived from kind, segment, micro-batch and step alone, without the builder: the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
 
+from megatrain.schedule.contents import Content, Fault, Need, Now, Trio, Wanted
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program
 from megatrain.schedule.plan import Plan, SegmentPlan
-
-
-class Content(NamedTuple):
-    """What a place holds. Two contents are equal exactly if the bits must be.
-
-    `when`: for weights, state and files the number of steps settled (applied, or skipped by the cell); for gradients,
-    norms and the cell the step; for everything else the program that made it. `count`: micro-batches summed so far,
-    always 0 … count-1 in order.
-    """
-
-    what: str
-    of: str | int = ""
-    micro_batch: int | None = None
-    when: int = 0
-    count: int | None = None
-
-    def __str__(self) -> str:
-        of = f" of {self.of}" if self.of != "" else ""
-        micro_batch = f" m{self.micro_batch}" if self.micro_batch is not None else ""
-        if self.what in ("weights", "state", "file"):
-            return f"{self.what}{of} after step {self.when}"
-        if self.count is not None:
-            return f"{self.what}{of}, step {self.when}, sum of {self.count} micro-batches"
-        return f"{self.what}{of}{micro_batch}, {'step' if self.what in ('norm', 'cell') else 'program'} {self.when}"
-
-
-class Fault(Exception):
-    """An op that means nothing in this program; caught by the checker, which adds the place."""
-
-
-Wanted = tuple[Collection[Place], Content]  # a content, and the places where it may be
-
-
-class Need(NamedTuple):
-    """What an op reads and writes, in the order of its places, and which places hold nothing afterwards."""
-
-    reads: list[Wanted]
-    writes: list[Wanted]
-    gives_up: tuple[Place, ...] = ()
-
-
-class Trio(NamedTuple):
-    """The places that an UPDATE is about."""
-
-    state: Place
-    weights: Place
-    grad: Place
-
-
-class Now(NamedTuple):
-    """Where in the sequence of programs we are. Programs and steps count from 1; a step is a "train" program."""
-
-    program: Program
-    number: int  # of this program
-    num_micro_batches: int
-    step: int  # the step that this program computes, or the last one that was
-    settled: int  # steps whose UPDATEs are done once this program's are
-    settled_micro_batches: int  # of step `settled`
-
 
 _EVERYWHERE = {Kind.UPDATE, Kind.STORE, Kind.LOAD, Kind.LOAD_STATE, Kind.SPILL}
 _THROUGH = {Kind.FETCH, Kind.EMBED, Kind.FORWARD} | _EVERYWHERE
 _ALLOWED: dict[Program, set[Kind]] = {
     "train": set(Kind) - {Kind.LOSS, Kind.SAVE},
+    "norm": set(Kind) - _EVERYWHERE - {Kind.LOSS, Kind.SAVE, Kind.DRAIN, Kind.FETCH_GRAD, Kind.FETCH_STATE}
+    | {Kind.LOAD},
+    "apply": set(Kind) - {Kind.LOSS, Kind.SAVE, Kind.NORM, Kind.CLIP, Kind.FETCH_GRAD, Kind.FETCH_STATE, Kind.STORE},
     "eval": _THROUGH | {Kind.LOSS},
     "flush": _EVERYWHERE,
     "save": _EVERYWHERE | {Kind.SAVE},
@@ -119,6 +63,7 @@ class Meaning:
         self.weight_places = {s.name: {Place("w", s.name)} if s.weights == "own" else shared_w for s in plan.segments}
         self.grad_places = {s.name: {Place("g", s.name)} if s.grads == "own" else shared_g for s in plan.segments}
         self.landing = {pool: {Place(pool, i) for i in range(plan.disk_slots)} for pool in ("land.w", "land.state")}
+        self.landing["land.grad"] = {Place("land.grad", i) for i in range(plan.grad_landing_slots)}
         self.lowest = min((self.number_of[s.name] for s in self.trainable), default=len(plan.segments))
         self.has_tied_grad = plan.has_tied_grad
         self._of_micro_batch: dict[Kind, Callable[[SegmentPlan, int], Need]] = {
@@ -185,9 +130,9 @@ class Meaning:
                 wanted[places[-1].grad] = self._complete(segment, now.step, now.num_micro_batches)
             for place in places:
                 wanted |= {place.state: self.state(segment), place.weights: self.weights(segment)}
-        if now.program == "train":
+        if now.program in ("train", "norm"):
             wanted[CELL] = Content("cell", when=now.step)
-        if now.program in ("train", "eval"):
+        if now.program in ("train", "norm", "apply", "eval"):
             wanted |= {Place("loss", "", m): self._loss_of(m) for m in range(now.num_micro_batches)}
         if now.program == "save":
             wanted |= {Place("file", s.name): self._file(s) for s in self.plan.segments}
@@ -240,7 +185,7 @@ class Meaning:
     # needs: contents with the places where they may be ---------------------------------------------------------------
 
     def _weights_in_slot(self, segment: SegmentPlan) -> Wanted:
-        return self.weight_places[segment.name], self.weights(segment)
+        return self.weight_places[segment.name], self.weights(segment, self.now.computed_with)
 
     def _flow_in_place(self, what: str, of: str | int, m: int) -> Wanted:
         if what == "act" and of in self.plan.offloaded:
@@ -262,6 +207,12 @@ class Meaning:
     def _state_in_reach(self, segment: SegmentPlan, after: int | None = None) -> Wanted:
         on_disk = segment.state == "disk"
         return self.landing["land.state"] if on_disk else {self.homes(segment).state}, self.state(segment, after)
+
+    def _grads_in_reach(self, segment: SegmentPlan) -> Collection[Place]:
+        """Where an update finds the gradient: in its slot, at home, or landed if there is none."""
+        if self.plan.clip_mode == "two-pass" and not segment.updates_on_device:
+            return self.landing["land.grad"]
+        return {self.update_places(segment).grad}
 
     def _load(self, kind: Kind, segment: SegmentPlan, found: Content | None) -> Need:
         """A copy of what is on disk, before or after its update: whoever reads it says which one is wanted."""
@@ -290,7 +241,7 @@ class Meaning:
     def _fetch(self, segment: SegmentPlan) -> Need:
         if segment.state == "hbm":
             raise Fault(f"the weights of {segment.name} never leave HBM")
-        return Need([self._weights_in_reach(segment)], [self._weights_in_slot(segment)])
+        return Need([self._weights_in_reach(segment, self.now.computed_with)], [self._weights_in_slot(segment)])
 
     def _fetch_state(self, segment: SegmentPlan) -> Need:
         if segment.update != "device":
@@ -306,7 +257,7 @@ class Meaning:
             content = self._complete(segment, self.now.step, self.now.num_micro_batches)
         else:
             content = self._sum(segment.name, found.count if found is not None and found.count else 1)
-        home = ((Place("ram.grad", segment.name),), content)
+        home = (self._grads_in_reach(segment), content)
         slot = (self.grad_places[segment.name], content)
         return Need([home], [slot]) if kind is Kind.FETCH_GRAD else Need([slot], [home])
 
@@ -326,7 +277,7 @@ class Meaning:
 
     def _kept(self, segment: SegmentPlan, m: int) -> list[Wanted]:
         number = self.number_of[segment.name]
-        keep = segment.activations == "keep" and self.now.program == "train" and number >= self.lowest
+        keep = segment.activations == "keep" and self.now.program != "eval" and number >= self.lowest
         return [self._flow_in_place("kept", number - 1, m)] if keep else []
 
     def _forward(self, segment: SegmentPlan, m: int) -> Need:
@@ -390,13 +341,13 @@ class Meaning:
 
     def _update(self, segment: SegmentPlan) -> Need:
         settled = self.now.settled
-        state, weights, grad = self.update_places(segment)
+        state, weights, _ = self.update_places(segment)
         if segment.update == "device":
             states, places = {state}, {weights}
         else:
             states, places = self._state_in_reach(segment)[0], self._weights_in_reach(segment)[0]
         reads = [
-            ((grad,), self._complete(segment, settled, self.now.settled_micro_batches)),
+            (self._grads_in_reach(segment), self._complete(segment, settled, self.now.settled_micro_batches)),
             ((CELL,), Content("cell", when=settled)),
             (states, self.state(segment, settled - 1)),
             (places, self.weights(segment, settled - 1)),

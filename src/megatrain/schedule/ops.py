@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-Program = Literal["train", "eval", "flush", "save"]
+# "train" leaves its update to the program after it. "norm" and "apply" are a step in two passes: the first for the
+# coefficient alone, the second computes every gradient again and uses it up at once.
+Program = Literal["train", "norm", "apply", "eval", "flush", "save"]
 
 
 class Lane(StrEnum):
@@ -46,7 +48,7 @@ class Kind(StrEnum):
     EMBED_BACKWARD r: weights, dact.m, gradient slot        w: gradient slot
     MERGE       r: tied.grad, embedding gradient slot       w: embedding gradient slot (tied: two sums added once)
     NORM        r: gradient slot                            w: norm.S                 (per-tensor sums of squares)
-    DRAIN       r: gradient slot                            w: ram.grad.S
+    DRAIN       r: gradient slot                            w: ram.grad.S, or land.grad.k in two passes
     CLIP        r: norm.S in segment order, loss.m in order w: cell                   (coefficient, apply or skip)
     UPDATE      r: gradient, cell, state, weights           w: state, weights         (at home, in own or landing slots)
     STORE       r: s.S, w.S                                 w: ram.state.S, ram.w.S   (s.S is given up)
@@ -86,6 +88,7 @@ class Place(NamedTuple):
     Homes:     ram.w.L000  ram.state.L000  ram.grad.L000  hbm.state.L000  (state "hbm": weights home is w.L000 itself)
                disk.w.L000  disk.state.L000
     Landing:   land.w.0 land.w.1 …  land.state.0 …    slots in RAM for what comes from disk and goes there
+               land.grad.0 …  for gradients on their way to an update, where they have no home
     Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, kept.i.m, loss.m
                h.0.m h.1.m …  slots shared by the inputs of offloaded blocks;  ram.act.i.m  where those wait
     Scalars:   norm.L000, cell;  file.L000 on disk

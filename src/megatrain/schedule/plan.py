@@ -72,6 +72,9 @@ class Plan:
     disk_slots: int = 0  # landing slots in RAM, for weights and for state, of segments that live on disk
     act_slots: int = 0  # shared slots H0 … for the inputs of blocks with activations "offload", >= 2 if there are any
 
+    clip_mode: Literal["deferred", "two-pass"] = "deferred"  # two-pass: gradients have no home; see docs/schedule.md
+    grad_landing_slots: int = 0  # two-pass: slots in RAM for gradients on their way to the host's updates
+
     @property
     def blocks(self) -> tuple[SegmentPlan, ...]:
         return self.segments[1:-1]
@@ -131,8 +134,23 @@ def validate(plan: Plan) -> None:
             f"disk_slots is {plan.disk_slots}, but some segments live on disk; use at least 1 "
             "(3 to read, update and write at the same time)"
         )
+    _validate_two_pass(plan)
     if plan.round_micro_batches < 1:
         raise PlanError(f"round_micro_batches is {plan.round_micro_batches}; use at least 1")
+
+
+def _validate_two_pass(plan: Plan) -> None:
+    if plan.clip_mode == "deferred":
+        return
+    on_host = [s.name for s in plan.segments if s.trainable and not s.updates_on_device]
+    if plan.grad_landing_slots < 1 and on_host:
+        raise PlanError(
+            f"grad_landing_slots is {plan.grad_landing_slots}, but in two passes the host updates {on_host[0]}; use at "
+            "least 1 (2: one lands while the other is used)"
+        )
+    streamed = next((s.name for s in plan.segments if s.streams_state), None)
+    if streamed is not None:
+        raise PlanError(f"{streamed} has update 'device', which two passes do not know; use 'home', or state 'hbm'")
 
 
 def _validate_segment(segment: SegmentPlan, kind: str) -> None:

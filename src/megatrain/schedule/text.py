@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 
 # What follows the pool in a place: a key (segment, slot or block), a micro-batch, both, or nothing.
-_HOMES = {"ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state", "land.w", "land.state"}
+_HOMES = {"ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state", "land.w", "land.state", "land.grad"}
 _KEY = frozenset({"w", "g", "s", "norm", "file"} | _HOMES)
 _MICRO_BATCH = frozenset({"dact", "call", "loss"})
 _BOTH = frozenset({"act", "h", "kept", "ram.act"})

@@ -33,7 +33,8 @@ class SegmentStore:
     A segment whose plan says state "hbm" lives on `device` alone; all others in RAM, what travels (w, grad; lo, m, v if
     the plan says update "device") pinned when `device` is a CUDA device (`pinned` says what was reached; a refusal is
     also warned of), or, where the plan says so, on disk: in a nameless file in `disk_folder`, reached through landing
-    slots in RAM (`disk`). Where the update runs on the device, the gradient stays in its slot.
+    slots in RAM (`disk`). Where the update runs on the device, the gradient stays in its slot; in a plan of two passes
+    none has a home, and those on their way to the host's updates share landing slots (`landed_grad`).
     """
 
     def __init__(
@@ -52,12 +53,16 @@ class SegmentStore:
         self.device = device
         self.pinned: Pinned | None = None
         self.disk: DiskHomes | None = None
+        self._landing_grads = 0  # slots
         self._arenas: list[HostArena] = []
         self._flats: dict[tuple[str, str], Tensor] = {}
         self._landed: dict[tuple[str, str], Tensor] = {}  # what of the segment at hand lies in landing slots
         self._visited: tuple[str, ...] = ()  # segment and kinds that landing slot 0 holds as they are on disk
         self._homes: dict[tuple[str, str], tuple[int, Tier]] = {}  # -> elements and where they live
+        in_two_passes = plan.clip_mode == "two-pass"
         table = [item for layout in layouts for item in _kinds(layout, plans[layout.segment], precision)]
+        if in_two_passes:
+            table = [row for row in table if row[1] != "grad"]
         travels, stays, on_disk = [], [], []
         for segment, kind, count, tier in table:
             self._homes[segment, kind] = count, tier
@@ -68,6 +73,10 @@ class SegmentStore:
             else:
                 rows = travels if kind in _TRAVELS or plans[segment].streams_state else stays
                 rows.append((segment, kind, count))
+        if in_two_passes:
+            on_host = [self.layouts[s.name].num_trainable for s in plan.segments if not s.updates_on_device]
+            self._landing_grads = plan.grad_landing_slots if on_host else 0
+            travels += [(f"land.grad.{slot}", "grad", max(on_host)) for slot in range(self._landing_grads)]
         if on_disk:
             if disk_folder is None:
                 raise ValueError(f"{on_disk[0].segment} lives on disk: give the store a disk_folder")
@@ -198,8 +207,15 @@ class SegmentStore:
         assert self.disk is not None
         return self.disk.landing(segment, kind, slot)
 
+    def landed_grad(self, segment: str, slot: int) -> Tensor:
+        """The gradient of `segment` in a landing slot."""
+        return self._flats[f"land.grad.{slot}", "grad"][: self.layouts[segment].num_trainable]
+
     def poison_landing(self, kind: str, slot: int) -> None:
         """For tests: fills a landing slot with NaN."""
+        if kind == "grad":
+            self._flats[f"land.grad.{slot}", "grad"].fill_(float("nan"))
+            return
         assert self.disk is not None
         self.disk.slots_of(kind)[slot].fill_(0xFF)
 
@@ -208,8 +224,11 @@ class SegmentStore:
         totals: dict[Tier, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for (_, kind), (count, tier) in self._homes.items():
             totals[tier][kind] += count * self.dtype(kind).itemsize
+        landing_bytes = sum(self._flats[f"land.grad.{slot}", "grad"].nbytes for slot in range(self._landing_grads))
         if self.disk is not None:
-            totals["ram"]["landing"] = self.disk.landing_bytes
+            landing_bytes += self.disk.landing_bytes
+        if landing_bytes:
+            totals["ram"]["landing"] = landing_bytes
         return {tier: dict(kinds) for tier, kinds in totals.items()}
 
     def close(self) -> None:
