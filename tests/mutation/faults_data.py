@@ -44,7 +44,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(
         "train/loop.py",
-        "tests/train tests/cli/test_verbs.py",
+        "tests/cli/test_verbs.py -k resume_has",
         (
             "resume repeats a step",
             "for step in range(run.start_step + 1, run.num_steps + 1):",
@@ -125,7 +125,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(
         "train/loop.py",
-        "tests/train/test_run_folder.py tests/cli/test_verbs.py",
+        "tests/contracts/test_run_is_reference.py",
         (
             "the learning rate of the next step",
             "hyper = hyper_of(config, schedule, step - 1)",
