@@ -103,8 +103,8 @@ MUTANTS: tuple[Mutant, ...] = (
         SCHEDULE,
         (
             "one landing slot too many",
-            "self._taken[pool] % self._num_slots)",
-            "self._taken[pool] % (self._num_slots + 1))",
+            "self._taken[pool] % self._num_slots[pool])",
+            "self._taken[pool] % (self._num_slots[pool] + 1))",
         ),
         (
             "weights are not written back",

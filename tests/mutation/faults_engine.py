@@ -17,7 +17,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ENGINE,
         (
             "gradients are not sent home",
-            'copy_in_pieces(self.store.flat(op.segment, "grad"), self.places.flat(op.reads[0], op.segment))',
+            "copy_in_pieces(self._gradient(op.writes[0], op.segment), self.places.flat(op.reads[0], op.segment))",
             "pass",
         ),
         (
@@ -64,7 +64,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "inv_denominator=1.0 / (num_supervised + 1)",
         ),
         ("the step count does not advance", "self.applied_steps += applied", "self.applied_steps += 0"),
-        ("a pending update is forgotten", "        self._pending = True\n", "        self._pending = False\n"),
+        ("a pending update is forgotten", "        self._pending = deferred\n", "        self._pending = False\n"),
     ),
     *of(
         "engine/places.py",

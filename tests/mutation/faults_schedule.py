@@ -42,13 +42,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the tied sums are not merged", "if visit.last_round and self.tied_grad:", "if False:"),
         (
             "norm in every round",
-            "            if visit.last_round:\n                yield Op(Kind.NORM",
-            "            if True:\n                yield Op(Kind.NORM",
+            '            if visit.last_round and self.program != "apply":\n                yield Op(Kind.NORM',
+            '            if self.program != "apply":\n                yield Op(Kind.NORM',
         ),
         (
             "norm in the first round only",
-            "            if visit.last_round:\n                yield Op(Kind.NORM",
-            "            if visit.first_round:\n                yield Op(Kind.NORM",
+            "if visit.last_round and self.program",
+            "if visit.first_round and self.program",
         ),
         (
             "block gradients zeroed in every round",
