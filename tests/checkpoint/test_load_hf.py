@@ -350,7 +350,10 @@ def test_loading_takes_little_memory_beside_the_store(tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nan_and_inf_are_refused_wherever_they_stand(tmp_path: Path, dtype: torch.dtype, value: float):
+def test_nan_and_inf_are_refused_wherever_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float
+):
+    monkeypatch.setattr("megatrain.checkpoint.load_hf.CHUNK_ELEMENTS", 5)
     spec = tiny_spec()
     for index, name in enumerate((EMBED, "model.norm.weight")):
         weights = _weights(spec, dtype)

@@ -135,6 +135,25 @@ def test_words_that_a_verb_cannot_heed_are_refused(run_config: Path, tmp_path: P
     assert not (tmp_path / "b").exists()
 
 
+def test_a_run_of_a_gpu_is_read_without_one(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
+    """What only a GPU has is dropped with it; what is asked for beside it is not."""
+    assert megatrain("train", run_config, *SHORT) == 0
+    run = tmp_path / "run"
+    text = (run / "config.yaml").read_text().replace("device: cpu", "device: cuda").replace("hbm: null", "hbm: 3GiB")
+    (run / "config.yaml").write_text(text.replace("compile: false", "compile: true"))
+    assert megatrain("eval", run, "device=cpu") == 0
+    assert megatrain("eval", run, "device=cpu", "compile=false") == 0
+    assert megatrain("export", run, tmp_path / "out") == 0
+    assert megatrain("chat", run, "--prompt", "a", "--max-tokens", "1") == 0
+    capsys.readouterr()
+    assert megatrain("eval", run, "device=cpu", "compile=true") == 2
+    assert "compile is true" in sentence(capsys)
+    assert megatrain("eval", run, "device=cpu", "memory.hbm=2GiB") == 2
+    assert "memory.hbm is 2GiB" in sentence(capsys)
+    assert megatrain("eval", run) == 2
+    assert "set device to cpu" in sentence(capsys)
+
+
 def test_mistakes_of_eval_dataset_say_so_and_cost_nothing(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
     assert megatrain("train", run_config, f"eval_dataset={tmp_path}/none.jsonl") == 2
     assert sentence(capsys).startswith(f"megatrain: eval_dataset {tmp_path}/none.jsonl does not exist")

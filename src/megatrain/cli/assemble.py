@@ -77,9 +77,7 @@ def planned(
     transformers.logging.set_verbosity_error()
     machine, rates = _here(config) if described is None else (described.machine, described.rates)
     if config.device not in ("auto", machine.device):
-        raise ConfigError(
-            f"device is {config.device}, but the machine plans for {machine.device}; set it to auto"
-        )
+        raise ConfigError(f"device is {config.device}, but the machine plans for {machine.device}; set it to auto")
     local = localized(config)
     source = Path(local.model) if source in (None, Path(config.model)) else source
     config = resolved(local, machine.device, machine.num_cores)

@@ -72,7 +72,10 @@ def config_of(path: Path, words: Sequence[str], heeded: Collection[str] = RunCon
     given = keys_of(words)
     if is_run(path):
         config = read_config(path / "config.yaml", words)
-        return on_cpu(config) if config.device == "cpu" and given.isdisjoint(("compile", "memory")) else config
+        if config.device != "cpu":
+            return config
+        asked = {key: value for key, value in config if key in given}  # what was asked for stays a wish
+        return on_cpu(config).model_copy(update=asked)
     config = read_config(None, [f"model={json.dumps(str(path))}", 'dataset="-"', *words])
     if "max_length" in given:
         return config
