@@ -39,6 +39,8 @@ build_sanitized = $(PIP_INSTALL) --no-deps --upgrade --target build/$(1) -C buil
 run_sanitized = PYTHONPATH=tests/only_this_tree:build/$(1) MEGATRAIN_CORE_BELOW=$(CURDIR)/build/$(1) OMP_NUM_THREADS=1 \
 	  $(2) $(BIN)/python -m pytest -q -s -p no:cacheprovider -m "not gpu and not slow"
 TSAN = $(shell c++ -print-file-name=libtsan.so)
+# Without randomized addresses, where that may be asked for: the thread sanitizer's shadow memory has no room for some.
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 sanitize: sanitize-address sanitize-thread
 
@@ -47,13 +49,12 @@ sanitize-address: setup
 	$(call run_sanitized,address,ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)") tests/optim
 
-# Without randomized addresses (setarch -R): ThreadSanitizer's shadow memory has no room for some of them.
 sanitize-thread: setup
 ifeq ($(wildcard $(TSAN)),)
 	@echo "no libtsan beside this compiler: the core's threads are not checked for races (apt install libtsan2, or use gcc)"
 else
 	$(call build_sanitized,thread,thread)
-	$(call run_sanitized,thread,TSAN_OPTIONS="halt_on_error=1" LD_PRELOAD=$(TSAN) setarch -R) tests/optim/test_threads.py
+	$(call run_sanitized,thread,TSAN_OPTIONS="halt_on_error=1" LD_PRELOAD=$(TSAN) $(FIXED_ADDRESSES)) tests/optim/test_threads.py
 endif
 
 # Half an hour on two cores. Goes on where it was stopped; `make clean` starts anew. On a GPU: --device cuda, minutes.
