@@ -139,7 +139,7 @@ class DiskFile:
                     f"{name}: a buffer of {tuple(buffer.shape)} {buffer.dtype}; page-aligned uint8 of "
                     f"{size_bytes} bytes is needed"
                 )
-            memory = memoryview(buffer.numpy())
+            memory = buffer.numpy().data
             for start in range(0, size_bytes, PIECE_BYTES):
                 pieces.append(_Piece(name, offset_bytes + start, memory[start : start + PIECE_BYTES]))
         return pieces
