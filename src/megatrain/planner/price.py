@@ -157,8 +157,10 @@ def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
 def refuse_wear(question: Question, plan: Plan, num_steps: int) -> None:
     """PlanError if `num_steps` would write more than memory.disk_max_written allows."""
     limit = question.config.memory.disk_max_written
+    if limit is None:
+        return
     written = run_written_bytes(question, plan, num_steps)
-    if limit is None or written <= limit:
+    if written <= limit:
         return
     step_bytes = step_written_bytes(question.work, plan)
     share = f"{num_steps:,} steps of {gib(step_bytes)}, the rest are checkpoints"
