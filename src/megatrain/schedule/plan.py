@@ -132,7 +132,7 @@ def validate(plan: Plan) -> None:
     if plan.disk_slots < 1 and any(s.state_on_disk or s.weights_on_disk for s in plan.segments):
         raise PlanError(
             f"disk_slots is {plan.disk_slots}, but some segments live on disk; use at least 1 "
-            "(3 to read, update and write at the same time)"
+            "(2 to read and write at the same time)"
         )
     _validate_two_pass(plan)
     if plan.round_micro_batches < 1:
