@@ -118,6 +118,8 @@ def judge(copy: Path, chosen: list[Mutant], quick: bool) -> Iterator[Verdict]:
             outcome, wider = worker.run(copy, more_tests(mutant.file), LIMIT_S["more"], marks), True
             seconds += outcome.seconds
         path.write_text(text, "utf-8")
+        if mutant.device == "core":
+            worker.copy_core(copy)
         yield Verdict(
             mutant.file, mutant.fault, mutant.device, bool(outcome.failed), outcome.failed, outcome.why[:200],
             wider and bool(outcome.failed), round(seconds, 1),

@@ -60,13 +60,25 @@ class _FirstFailure:
             self.why = lines[0].removeprefix("E").strip() if lines else "no message"
 
 
-def prepare(copy: Path) -> None:
-    """Make every later run, and what it starts, import from `copy`. Call once, before the first run."""
-    native = importlib.util.find_spec("megatrain._native")
+def is_tree(path: str) -> bool:
+    """Whether this entry of a module path leads to some copy of the program."""
+    return (Path(path) / "megatrain/__init__.py").exists() or (Path(path) / "tests/mutation").exists()
+
+
+def copy_core(copy: Path) -> None:
+    """Give `copy` the C++ core that is installed, if one is."""
+    package = importlib.util.find_spec("megatrain")
+    native = None if package is None else importlib.util.find_spec("megatrain._native")
     if native is not None and native.origin is not None:
         shutil.copy(native.origin, copy / "src/megatrain")
+
+
+def prepare(copy: Path) -> None:
+    """Make every later run, and what it starts, import from `copy`. Call once, before the first run."""
+    copy_core(copy)
     shim = Path(__file__).parents[1] / "only_this_tree"
-    os.environ |= SETTINGS | {"PYTHONPATH": os.pathsep.join(map(str, (shim, copy / "src", copy)))}
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and not is_tree(path)]
+    os.environ |= SETTINGS | {"PYTHONPATH": os.pathsep.join([str(shim), str(copy / "src"), str(copy), *others])}
     multiprocessing.set_start_method("forkserver")
     multiprocessing.set_forkserver_preload(PRELOADED)
 
@@ -74,18 +86,8 @@ def prepare(copy: Path) -> None:
 def build_core(copy: Path) -> str:
     """Build the C++ core of `copy` and put it where `copy` imports it from; what the compiler says if it refuses."""
     target = copy / "build/core"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--upgrade",
-        "--target",
-        str(target),
-        ".",
-    ]
+    words = ["install", "--quiet", "--no-deps", "--upgrade", "--target", str(target), "."]
+    command = [sys.executable, "-m", "pip", *words]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     for path in target.glob("megatrain/_native*.so"):
         shutil.copy(path, copy / "src/megatrain")
@@ -114,10 +116,7 @@ def run(copy: Path, tests: str, limit_s: float, marks: str) -> Outcome:
 
 def _import_from(copy: Path) -> None:
     """Whatever is imported from now on comes from `copy`: the parent's path, and modules of its tree, came along."""
-    other_trees = [
-        p for p in map(Path, sys.path) if (p / "megatrain/__init__.py").exists() or (p / "tests/mutation").exists()
-    ]
-    sys.path[:] = [str(copy / "src"), str(copy), *(p for p in sys.path if p and Path(p) not in other_trees)]
+    sys.path[:] = [str(copy / "src"), str(copy), *(path for path in sys.path if path and not is_tree(path))]
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "megatrain")]:
         del sys.modules[name]
 
