@@ -162,6 +162,13 @@ def test_a_use_that_yields_is_never_starved() -> None:
     assert done.finish_s == pytest.approx((2.8, 2.0)), "a tenth of the memory for 2 s"
 
 
+def test_the_shortest_of_what_an_op_needs_sets_its_speed() -> None:
+    """The copy has all the memory it wants and a quarter of the link."""
+    uses = {"UPDATE": (), "FETCH": (Use("dram", 10.0), Use("link", 40.0))}
+    sharing = Sharing(lambda op: uses[op.kind], {"dram": 100.0, "link": 10.0})
+    assert simulate(two_lanes(SECOND), durations(UPDATE=4.0, FETCH=2.0), sharing).finish_s == pytest.approx((4.0, 8.0))
+
+
 @settings(deadline=None)
 @given(plans(), st.integers(1, 3), st.floats(20, 400))
 def test_sharing_never_makes_a_step_shorter(plan: Plan, num_micro_batches: int, capacity: float) -> None:
