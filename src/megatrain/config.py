@@ -128,7 +128,11 @@ class RunConfig(BaseModel):
         None, "placement", "micro-batches that go through the layers together (advanced)", ge=1
     )
     optimizer_threads: int | None = _key(None, "placement", "threads of the CPU update; null: every core", ge=1)
-    clip_mode: Literal["deferred"] = _key("deferred", "placement", "updates wait for the exact norm of their own step")
+    clip_mode: Literal["auto", "deferred", "two-pass"] = _key(
+        "auto",
+        "placement",
+        "exact clipping: deferred: gradients wait for their norm, 4 bytes a parameter; two-pass: computed twice",
+    )
 
     logging_steps: int = _key(1, "output", "steps between two printed lines; metrics.jsonl has every step", ge=1)
     eval_steps: int | None = _key(None, "output", "steps between two evaluations; null: only before and after", ge=1)

@@ -143,6 +143,10 @@ def offloaded(shown: dict[str, Any]) -> tuple[int, int]:
     return sum(s["activations"] == "offload" for s in shown["plan"]["segments"]), shown["plan"]["act_slots"]
 
 
+def two_passes(shown: dict[str, Any]) -> bool:
+    return shown["plan"]["clip_mode"] == "two-pass"
+
+
 def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     """Component -> bytes, worked out again."""
     model, places, plan = case.model, shown["places"], shown["plan"]
@@ -158,6 +162,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     backward = T * model.widths * 2 + 4 * T * d * 2 + model.block * 2
     head = CHUNK * v * 13 + v * d * 2 + 3 * T * d * 2
     away = [*places["ram"], *places["disk"]]
+    largest = max(parameters(model, [s]) for s in away)
     landing = plan["disk_slots"] * 10 * max((parameters(model, [s]) for s in places["disk"]), default=0)
     copies = 0 if "save_strategy=no" in case.words else 3
     return {
@@ -172,7 +177,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "CUDA libraries": 700 * MIB,
         "weights": 2 * parameters(model, away),
         "optimizer state": 10 * parameters(model, places["ram"]),
-        "gradients": 4 * parameters(model, away),
+        "gradients": 4 * (plan["grad_landing_slots"] * largest if two_passes(shown) else parameters(model, away)),
         "landing slots of the disk": landing,
         "optimizer state on disk": 10 * parameters(model, places["disk"]),
         "program and libraries": 3200 * MIB,
@@ -229,7 +234,10 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     chunks = T // CHUNK
     head_s = 3 * 2 * table * T / 0.85 / matmul + (T * v * 12 + chunks * table * 12) / hbm
     sums_s = 2 * 4 * model.total / hbm + model.tied * (4 * model.embed + 3 * 4 * model.embed) / hbm
-    compute = M * (forward_s + backward_s + head_s) + sums_s + 28 * places["hbm"] / hbm
+    passes = 2 if two_passes(shown) else 1
+    if passes == 2:
+        sums_s += 4 * model.total / hbm  # zeroed in both passes, their norm taken in one
+    compute = passes * M * (forward_s + backward_s + head_s) + sums_s + 28 * places["hbm"] / hbm
 
     aside, slots = offloaded(shown)
     inputs_bytes = M * max(0, aside - slots) * T * d * 2
@@ -238,8 +246,8 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     d2h_bytes = R * 4 * parameters(model, streams) + 4 * parameters(model, own_away)
     return {
         "compute": compute,
-        "h2d": (h2d_bytes + inputs_bytes) / rates["h2d_Bps"],
-        "d2h": (d2h_bytes + inputs_bytes) / rates["d2h_Bps"],
+        "h2d": passes * (h2d_bytes + inputs_bytes) / rates["h2d_Bps"],
+        "d2h": (d2h_bytes + passes * inputs_bytes) / rates["d2h_Bps"],
         "host": away / rates["update_params_per_s"],
         "disk": 10 * places["disk"] / rates["disk_write_Bps"],
         "disk_read": 10 * places["disk"] / rates["disk_read_Bps"],

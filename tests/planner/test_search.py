@@ -82,7 +82,7 @@ def test_a_small_step_keeps_its_state_in_hbm_and_a_large_one_its_activations() -
 
 
 def test_the_disk_takes_what_ram_cannot_and_no_more() -> None:
-    asked = question(train_batch_size=8)
+    asked = question(train_batch_size=8, clip_mode="deferred")
     plenty, short = search(with_memory(asked, 8, 60)), search(with_memory(asked, 8, 10))
     assert (plenty.disk_slots, sum(s.state == "disk" for s in plenty.segments)) == (0, 0)
     on_disk = [s.state == "disk" for s in short.segments]
@@ -94,6 +94,17 @@ def test_the_disk_takes_what_ram_cannot_and_no_more() -> None:
         replace(s, state="ram") if i == first else s for i, s in enumerate(short.segments)
     ))  # fmt: skip
     assert memory_table(with_memory(asked, 8, 10), back).verdict("ram") != "FITS", "one more would have fitted RAM"
+
+
+def test_two_passes_are_taken_where_ram_is_short_of_gradients_and_not_where_they_are_refused() -> None:
+    """A short step hides no disk behind it: computing twice is cheaper than writing states."""
+    asked = question(train_batch_size=2)
+    roomy, short = search(with_memory(asked, 8, 60)), search(with_memory(asked, 8, 10))
+    assert (roomy.clip_mode, short.clip_mode) == ("deferred", "two-pass")
+    assert memory_table(with_memory(asked, 8, 10), short).overall == "FITS"
+    for mode in ("deferred", "two-pass"):
+        obeyed = search(with_memory(question(train_batch_size=2, clip_mode=mode), 8, 60))
+        assert obeyed.clip_mode == mode
 
 
 def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:

@@ -108,7 +108,7 @@ def picture(run: Planned, price: Price, trace: Sequence[Span] | None) -> str:
         title, count = f"a real step of {run.spec.architecture}", 1
     else:
         made = price.prediction
-        schedule, times_s = made.schedule, list(zip(made.simulation.start_s, made.simulation.finish_s, strict=True))
+        schedule, times_s = made.schedule, list(made.times_s)
         parts = rounds(question.num_micro_batches, plan.round_micro_batches)
         count = ceil(question.num_micro_batches / len(parts))
         title = f"a simulated step of {run.spec.architecture} on {run.machine.device_name}"

@@ -48,6 +48,8 @@ def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
     streaming, ties = len(plan.blocks) - resident, "tied" if spec.tied else "untied"
     model = f"{spec.architecture}, {spec.num_parameters:,} parameters, {len(plan.blocks)} blocks, {ties} embeddings"
     blocks = f"{streaming} blocks stream through {plan.weight_slots} slots, {resident} stay in HBM"
+    if plan.clip_mode == "two-pass":
+        blocks += ", two passes (gradients have no home)"
     on_disk = sum(segment.state_on_disk or segment.weights_on_disk for segment in plan.segments)
     if on_disk:
         blocks += f", {on_disk} segments live on disk"

@@ -100,11 +100,13 @@ def home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
         weights[segment.weights_on_disk] += sizes.weights_bytes(shapes, segment.name)
         states[segment.state_on_disk] += sizes.state_bytes(shapes, segment.name)
     slots = landing_bytes(plan, shapes.layouts, shapes.compute_bytes)
-    drained = [s.name for s in plan.segments if not s.updates_on_device]
+    drained = [sizes.gradient_bytes(shapes, s.name) for s in plan.segments if not s.updates_on_device]
+    if plan.clip_mode == "two-pass":  # no home: slots in RAM on the way to the updates
+        drained = [plan.grad_landing_slots * max(drained, default=0)]
     return [
         MemoryRow("weights", "ram", weights[False]),
         MemoryRow("optimizer state", "ram", states[False]),
-        MemoryRow("gradients", "ram", sum(sizes.gradient_bytes(shapes, name) for name in drained)),
+        MemoryRow("gradients", "ram", sum(drained)),
         MemoryRow("landing slots of the disk", "ram", plan.disk_slots * sum(slots.values())),
         MemoryRow("weights on disk", "disk", weights[True]),
         MemoryRow("optimizer state on disk", "disk", states[True]),

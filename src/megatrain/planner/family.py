@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 from typing import Literal
 
 from megatrain.models.layout import embedding_of
@@ -29,10 +29,12 @@ from megatrain.schedule.plan import Plan, SegmentPlan, Tier
 GROUPS = 18  # of blocks, in the simulations of the search
 WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what five minutes of a GPU do
 ACT_SLOTS = 2  # one is computed, one travels
+GRAD_SLOTS = 2  # in RAM, in two passes: one lands, one is used
 DISK_SLOTS = 3  # one is read, one updated, one written
 STEP = 1.2  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
 
 Activations = Literal["recompute", "keep", "offload"]
+ClipMode = Literal["deferred", "two-pass"]
 Change = tuple[tuple[str, str], ...]
 RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
 KEPT: Change = (("activations", "keep"),)
@@ -111,8 +113,12 @@ def least_bytes(question: Question, tier: Tier) -> int | None:
 def _small(question: Question) -> Iterator[Plan]:
     """Plans that keep nothing that can be computed or fetched again."""
     asked = question.config.round_micro_batches
-    for inputs in _inputs(question):
-        streamed = _streamed(question, 1 if asked is None else min(asked, question.num_micro_batches), inputs)
+    for inputs, clip_mode in product(_inputs(question), _clip_modes(question)):
+        least = question.num_micro_batches if clip_mode == "two-pass" else 1
+        size = least if asked is None else min(asked, question.num_micro_batches)
+        if size < least:
+            continue
+        streamed = _in_passes(_streamed(question, size, inputs), clip_mode)
         for count in _resident_counts(question):
             yield _with_disk(question, _changed(streamed, range(count), RESIDENT))
 
@@ -122,6 +128,16 @@ def _inputs(question: Question) -> list[Activations]:
     if question.config.activations == "keep":
         return ["keep"]
     return ["recompute"] if question.machine.device == "cpu" else ["recompute", "offload"]
+
+
+def _clip_modes(question: Question) -> list[ClipMode]:
+    """How the exact norm comes to be: gradients wait for it, or are computed twice."""
+    asked = question.config.clip_mode
+    return ["deferred", "two-pass"] if asked == "auto" else [asked]
+
+
+def _in_passes(plan: Plan, clip_mode: ClipMode) -> Plan:
+    return replace(plan, clip_mode=clip_mode, grad_landing_slots=GRAD_SLOTS if clip_mode == "two-pass" else 0)
 
 
 def _streamed(question: Question, round_micro_batches: int, activations: Activations) -> Plan:
@@ -147,8 +163,11 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
 def _candidates(question: Question) -> Iterator[_Candidate]:
     """Every plan of the family that fits."""
     floor = _Floor(question)
-    for round_micro_batches, inputs in product(_round_sizes(question), _inputs(question)):
-        streamed = _streamed(question, round_micro_batches, inputs)
+    bases = product(_round_sizes(question), _inputs(question), _clip_modes(question))
+    for round_micro_batches, inputs, clip_mode in bases:
+        if clip_mode == "two-pass" and round_micro_batches < question.num_micro_batches:
+            continue  # between rounds a gradient needs its home
+        streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
         for count in _resident_counts(question):
             resident = _changed(streamed, range(count), RESIDENT)
             if memory_table(question, resident).verdict(question.machine_tier) != "FITS":
@@ -261,17 +280,20 @@ class _Floor:
         self._work = work
 
     def __call__(self, plan: Plan) -> float:
+        rates, shapes = self._work.rates, self._work.shapes
         passes = [self._passes_s(segment) for segment in plan.segments]
-        forward = [forward_s for forward_s, _ in passes]
-        backward_s = sum(backward for _, backward in passes)
-        host = accumulate(0.0 if s.updates_on_device else self._update_s(s, Lane.HOST) for s in plan.segments)
-        rates = self._work.rates
-        floor_s = max(backward_s + sum(forward), self._link_s(plan))
-        for index, host_s in enumerate(host):
-            segment = plan.segments[index]
-            if segment.state != "hbm":
-                fetch_s = sizes.weights_bytes(self._work.shapes, segment.name) / rates.h2d_Bps
-                floor_s = max(floor_s, host_s + fetch_s + backward_s + sum(forward[index:]))
+        forward = [forward_s for forward_s, _, _ in passes]
+        backward_s = sum(backward for _, backward, _ in passes)
+        floor_s = max(sum(map(sum, passes)), self._link_s(plan))
+        if plan.clip_mode == "two-pass":
+            return max(floor_s, 2 * (sum(forward) + backward_s)) + rates.step_s
+        host_s = 0.0
+        for index, segment in enumerate(plan.segments):
+            if segment.updates_on_device:
+                continue
+            host_s += self._update_s(segment, Lane.HOST)
+            fetch_s = sizes.weights_bytes(shapes, segment.name) / rates.h2d_Bps
+            floor_s = max(floor_s, host_s + fetch_s + backward_s + sum(forward[index:]))
         return floor_s + rates.step_s
 
     def _link_s(self, plan: Plan) -> float:
@@ -288,19 +310,19 @@ class _Floor:
         both_s = (h2d_bytes + d2h_bytes) / rates.link_both_Bps
         return max(h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps, both_s)
 
-    def _passes_s(self, segment: SegmentPlan) -> tuple[float, float]:
-        """(forward, backward) of a segment over all micro-batches, with its update if that is on the device."""
+    def _passes_s(self, segment: SegmentPlan) -> tuple[float, float, float]:
+        """(forward, backward, sums and update on the device) of a segment over all micro-batches."""
         grad = (Place("g", segment.name),) if segment.trainable else ()
         kept = (Place("kept"),) if segment.activations == "keep" else ()
-        update_s = self._update_s(segment, Lane.COMPUTE) if segment.updates_on_device else 0.0
-        sums_s = sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
+        rest_s = self._update_s(segment, Lane.COMPUTE) if segment.updates_on_device else 0.0
+        rest_s += sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
         if segment.kind == "embed":
-            return update_s, sums_s
+            return 0.0, 0.0, rest_s
         if segment.kind == "head":
-            return update_s, sums_s + self._num_micro_batches * self._op_s(Kind.HEAD, segment, (), grad)
+            return 0.0, self._num_micro_batches * self._op_s(Kind.HEAD, segment, (), grad), rest_s
         forward_s = self._op_s(Kind.FORWARD, segment, (), kept)
         backward_s = self._op_s(Kind.BACKWARD, segment, kept, grad)
-        return update_s + self._num_micro_batches * forward_s, sums_s + self._num_micro_batches * backward_s
+        return self._num_micro_batches * forward_s, self._num_micro_batches * backward_s, rest_s
 
     def _update_s(self, segment: SegmentPlan, lane: Lane) -> float:
         if not segment.trainable:

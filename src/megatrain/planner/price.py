@@ -11,7 +11,7 @@ from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
 from megatrain.planner.costs import VisitCosts, content_bytes
-from megatrain.planner.prediction import Prediction, Workload, predict
+from megatrain.planner.prediction import Prediction, Workload, predict, programs_of
 from megatrain.planner.table import gib
 from megatrain.schedule.build import build, rounds
 from megatrain.schedule.ops import Lane, Schedule
@@ -140,9 +140,9 @@ def _work_s(work: Workload, plan: Plan) -> Mapping[Lane, float]:
 
 
 def _step(plan: Plan, num_micro_batches: int) -> Schedule:
-    """The program of a step; of a model that is only read, its evaluation."""
-    trains = plan.lowest_trainable < len(plan.segments)
-    return build(plan, "train" if trains else "eval", num_micro_batches, pending_update=trains)
+    """All ops of a step."""
+    made = [build(plan, name, num_micro_batches, pending_update=name == "train") for name in programs_of(plan)]
+    return tuple(op for schedule in made for op in schedule)
 
 
 def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:

@@ -57,7 +57,9 @@ def matched(plan: Plan, spans: Iterable[Span]) -> tuple[Schedule, list[tuple[flo
         lanes[span.lane].append(span)
     num_micro_batches = sum(span.kind == "HEAD" for span in lanes["compute"]) or 1
     pending = any(span.kind == "UPDATE" for lane in lanes.values() for span in lane)
-    schedule = build(plan, "train", num_micro_batches, pending)
+    # of a step in two passes, a trace has the second
+    deferred = plan.clip_mode == "deferred"
+    schedule = build(plan, "train" if deferred else "apply", num_micro_batches, pending and deferred)
     waiting = {name: iter(rows) for name, rows in lanes.items()}
     found: list[Span] = []
     for op in schedule:
