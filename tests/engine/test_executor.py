@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -67,6 +68,91 @@ def test_an_error_on_any_lane_reaches_the_caller_and_nothing_hangs():
         run(ops, {Kind.UPDATE: broken, Kind.FETCH: lambda _: None, Kind.FORWARD: forwards.append})
     assert time.perf_counter() - started < 5
     assert forwards == []
+
+
+class Queue:
+    """A lane as a stream is: what an op leaves in `queued` happens when the lane drains."""
+
+    def __init__(self) -> None:
+        self.queued: list[str] = []
+        self.happened: list[str] = []
+
+    def context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> float:
+        return 0.0
+
+    def wait(self, _mark: object) -> None:
+        return None
+
+    def drain(self) -> None:
+        self.happened += self.queued
+        self.queued.clear()
+
+
+@pytest.mark.parametrize("lane", [Lane.COMPUTE, Lane.D2H])
+def test_what_a_lane_queued_before_its_error_has_happened_when_the_error_comes(lane: Lane):
+    """Else its copies would go on while the caller gives their memory back."""
+    queue = Queue()
+
+    def drain(op: Op) -> None:
+        if op.records is None:
+            raise RuntimeError("lane broke")
+        queue.queued.append(op.records)
+
+    executor = Executor({**lane_devices(torch.device("cpu")), lane: queue}, {Kind.DRAIN: drain})
+    with pytest.raises(RuntimeError, match="lane broke"):
+        executor.run((op(Kind.DRAIN, lane, records="d0"), op(Kind.DRAIN, lane)))
+    assert queue.happened == ["d0"]
+    executor.close()
+
+
+@pytest.mark.timeout(20)
+def test_an_interrupt_between_two_ops_leaves_no_lane_waiting():
+    class Interrupted(Queue):
+        def context(self) -> AbstractContextManager[object]:
+            raise KeyboardInterrupt
+
+    ran = []
+    lanes = {**lane_devices(torch.device("cpu")), Lane.COMPUTE: Interrupted()}
+    executor = Executor(lanes, {Kind.FORWARD: ran.append, Kind.DRAIN: ran.append})
+    with pytest.raises(KeyboardInterrupt):
+        executor.run((op(Kind.FORWARD, Lane.COMPUTE, records="f"), op(Kind.DRAIN, Lane.D2H, waits=("f",))))
+    closing = threading.Thread(target=executor.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive(), "the lane waits for an op that will never be issued"
+    assert ran == []
+
+
+def test_after_an_error_a_lane_begins_nothing_more_though_it_waits_for_nothing():
+    begun, broken, ran = threading.Event(), threading.Event(), []
+
+    def update(op: Op) -> None:
+        ran.append(op.segment)
+        begun.set()
+        assert broken.wait(5)
+        time.sleep(0.05)  # the error is noted by now
+
+    def forward(_op: Op) -> None:
+        assert begun.wait(5)
+        broken.set()
+        raise RuntimeError("lane broke")
+
+    ops = [op(Kind.UPDATE, Lane.HOST), op(Kind.UPDATE, Lane.HOST), op(Kind.FORWARD, Lane.COMPUTE)]
+    with pytest.raises(RuntimeError, match="lane broke"):
+        run(ops, {Kind.UPDATE: update, Kind.FORWARD: forward})
+    assert ran == ["L000"]
+
+
+def test_an_error_says_at_which_op_it_came():
+    def broken(_op: Op) -> None:
+        raise RuntimeError("lane broke")
+
+    with pytest.raises(RuntimeError, match="lane broke") as error:
+        run([Op(Kind.FETCH, "L007", None, Lane.H2D, (Place("ram.w", "L007"),), (W0,))], {Kind.FETCH: broken})
+    assert " ".join(error.value.__notes__[0].split()) == "op: FETCH L007 @h2d r:ram.w.L007 w:w.0"
 
 
 def test_the_executor_serves_again_after_an_error():

@@ -74,7 +74,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(
         "engine/executor.py",
         "tests/engine/test_executor.py",
-        ("lanes do not wait", "                token.issued.wait()\n", ""),
+        ("lanes do not wait", "                run.tokens[name].issued.wait()\n", "                pass\n"),
     ),
     *of(
         "engine/rules.py",
@@ -99,7 +99,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/engine/test_executor.py tests/engine/test_cancel.py",
         (
             "a lane goes on when what it waited for has failed",
-            "                if run.error is not None:\n                    return\n",
+            "            if run.error is not None:\n                return\n",
             "",
         ),
         (
@@ -112,7 +112,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "if run.error is not None:\n            raise run.error",
             "if False:\n            raise run.error",
         ),
-        ("done before the other lanes are", "        run.done.wait()\n", ""),
+        ("done before the other lanes are", "            run.done.wait()\n", ""),
+        ("an interrupt leaves lanes waiting", "            run.fail(error)\n            raise\n", "            raise\n"),
+        (
+            "a failed lane does not drain",
+            "(lambda: self._run_lane(run, lane, device), device.drain):",
+            "(lambda: (self._run_lane(run, lane, device), device.drain()),):",
+        ),
     ),
     *of(
         "engine/handlers.py",

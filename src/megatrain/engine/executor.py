@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from megatrain.engine.lanes import LaneDevice, Mark
 from megatrain.engine.trace import Trace, TraceRow
 from megatrain.schedule.ops import Kind, Lane, Op, Schedule
+from megatrain.schedule.text import to_text
 
 Handler = Callable[[Op], None]
 
@@ -53,7 +54,8 @@ class _Run:
 
 
 class Executor:
-    """Runs schedules. `run` returns when every lane has drained, or raises the first error of any lane.
+    """Runs schedules. `run` returns when every lane has drained, or raises the first error of any lane: then all have
+    drained too, save after an interrupt of the caller's thread (Ctrl-C), which `close` waits for.
 
     handlers: op kind -> what to do. lanes: lane -> where it happens.
     """
@@ -72,12 +74,16 @@ class Executor:
     def run(self, schedule: Schedule) -> Trace:
         """Run every op of `schedule`; lanes start and end idle."""
         run = _Run(schedule, tuple(self._lanes))
-        for inbox in self._inbox.values():
-            inbox.put(run)
-        compute = self._lanes[Lane.COMPUTE]
-        with compute.context():
-            self._issue(run, Lane.COMPUTE, compute)
-        run.done.wait()
+        try:
+            for inbox in self._inbox.values():
+                inbox.put(run)
+            compute = self._lanes[Lane.COMPUTE]
+            with compute.context():
+                self._issue(run, Lane.COMPUTE, compute)
+            run.done.wait()
+        except BaseException as error:  # Ctrl-C between two ops: else lanes would wait for ever for this one
+            run.fail(error)
+            raise
         if run.error is not None:
             raise run.error
         return Trace(tuple(TraceRow(op, start, end) for rows in run.rows.values() for op, start, end in rows))
@@ -97,25 +103,29 @@ class Executor:
 
     def _issue(self, run: _Run, lane: Lane, device: LaneDevice) -> None:
         """All of a run's ops of one lane; an error, of any kind, is left in the run for the caller."""
-        try:
-            self._run_lane(run, lane, device)
-            device.drain()
-        except BaseException as error:  # noqa: BLE001 - it reaches the caller through the run
-            run.fail(error)
+        for part in (lambda: self._run_lane(run, lane, device), device.drain):  # what was queued before an error, too
+            try:
+                part()
+            except BaseException as error:  # noqa: BLE001 - it reaches the caller through the run
+                run.fail(error)
         run.lane_finished()
 
     def _run_lane(self, run: _Run, lane: Lane, device: LaneDevice) -> None:
         rows = run.rows[lane]
         for op in run.ops[lane]:
             for name in op.waits:
-                token = run.tokens[name]
-                token.issued.wait()
-                if run.error is not None:
-                    return
-                device.wait(token.mark)
-            start = device.mark()
-            self._handlers[op.kind](op)
-            end = device.mark()
+                run.tokens[name].issued.wait()
+            if run.error is not None:
+                return
+            try:
+                for name in op.waits:
+                    device.wait(run.tokens[name].mark)
+                start = device.mark()
+                self._handlers[op.kind](op)
+                end = device.mark()
+            except BaseException as error:
+                error.add_note(f"op: {to_text([op]).strip()}")
+                raise
             if op.records is not None:
                 token = run.tokens[op.records]
                 token.mark = end
