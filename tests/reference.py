@@ -30,7 +30,7 @@ from megatrain.models.recorders import GivenBackbone
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import spec as optim
 from megatrain.optim.norm import clip_coefficient, total_norm
-from tests.reference_parts import RouterLoss, dice, noise, tables_by_document
+from tests.reference_parts import RouterLoss, averaged, dice, noise, tables_by_document
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # EMBEDDING: of most families
 
@@ -46,6 +46,7 @@ class Result(NamedTuple):
     losses: list[float]  # per step, over its supervised tokens
     grad_norms: list[float]
     state: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]  # checkpoint name -> (fp32 master w, m, v)
+    averages: dict[str, np.ndarray]  # checkpoint name -> running average of the master; none unless asked for
 
 
 def compute_weight(master: np.ndarray, precision: str) -> Tensor:
@@ -174,6 +175,7 @@ def train(
     neftune: tuple[float, int] | None = None,  # (alpha, seed)
     dice_seed: int | None = None,  # of dropout; None: there is none
     router_loss: RouterLoss | None = None,
+    ema_decay: float | None = None,
 ) -> Result:
     """Train for len(steps) steps. A step with a non-finite loss or gradient applies nothing and is not counted."""
     spec = model_spec(config, freeze=freeze)
@@ -189,6 +191,7 @@ def train(
     prepare(model)
     w = {name: np.array(master, dtype=np.float32) for name, master in masters.items()}
     m, v = ({name: np.zeros_like(master) for name, master in w.items()} for _ in range(2))
+    averages = {} if ema_decay is None else {n: x.copy() for n, x in w.items() if tensors[n].trainable}
     losses, norms, applied = [], [], 0
     for step, (micro_batches, hyper) in enumerate(zip(steps, hypers, strict=True), start=1):
         sums = {}
@@ -215,4 +218,5 @@ def train(
         scalars = optim.scalars(hyper, applied, clip_coefficient(norms[-1], max_grad_norm))
         for n in g:
             w[n], m[n], v[n] = optim.adamw(w[n], m[n], v[n], g[n], scalars, decay=tensors[n].decay)
-    return Result(losses, norms, {name: (w[name], m[name], v[name]) for name in w})
+        averages = {n: averaged(old, w[n], ema_decay) for n, old in averages.items()}
+    return Result(losses, norms, {name: (w[name], m[name], v[name]) for name in w}, averages)

@@ -1,4 +1,4 @@
-"""What the reference adds to a plain step when it is asked to: noise, dropout, router loss, rotary tables.
+"""What the reference adds to a plain step when it is asked to: noise, dropout, router loss, rotary tables, averages.
 
 Written for whole-model autograd, apart from the program's own forms of the same.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +20,13 @@ from megatrain.models.dice import key_of
 from megatrain.models.documents import Packing
 from megatrain.models.families import FAMILIES
 from megatrain.models.neftune import with_noise
+
+
+def averaged(old: np.ndarray, master: np.ndarray, decay: float) -> np.ndarray:
+    """The running average after a step: each fp32 operation on its own."""
+    way = np.subtract(master, old, dtype=np.float32)
+    part = np.multiply(way, np.float32(1.0 - decay), dtype=np.float32)
+    return np.add(old, part, dtype=np.float32)
 
 
 def tables_by_document(model: PreTrainedModel, packing: Packing) -> None:

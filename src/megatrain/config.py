@@ -41,6 +41,7 @@ FP32_KEYS = (
     "max_grad_norm",
     "label_smoothing_factor",
     "neftune_noise_alpha",
+    "ema_decay",
 )
 
 
@@ -92,6 +93,13 @@ class RunConfig(BaseModel):
     )
     neftune_noise_alpha: float | None = _key(
         None, "optimisation", "NEFTune: noise on embeddings while training, 5 is usual; null: none", gt=0
+    )
+    ema_decay: float | None = _key(
+        None,
+        "optimisation",
+        "decay of a running average of the fp32 masters, 0.999 is usual; `export --ema` writes it; null: none is kept",
+        gt=0,
+        lt=1,
     )
     freeze: tuple[str, ...] = _key((), "optimisation", "regular expressions; matching parameters are not trained")
     early_stopping_patience: int | None = _key(
@@ -246,6 +254,11 @@ def _refuse_contradictions(config: RunConfig, where: Mapping[str, str]) -> None:
     if config.save_strategy == "best" and config.eval_dataset is None:
         raise ConfigError(
             f"{where['save_strategy']}: save_strategy is best, but nothing is evaluated; set eval_dataset"
+        )
+    if config.save_strategy == "no" and config.ema_decay is not None:
+        raise ConfigError(
+            f"{where['save_strategy']}: save_strategy is no, but only checkpoints hold the average that "
+            "ema_decay asks for; leave one of them out"
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(f"{where['warmup_ratio']}: warmup_steps and warmup_ratio both size the warm-up; keep one")

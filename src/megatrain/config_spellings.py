@@ -40,7 +40,7 @@ CODE_KEYS = ("trust_remote_code", "plugins", "custom_generate", "remote_code")
 
 _PRECISION = "precision: bf16 or fp32 says what layers compute in; masters are exact fp32 in both"
 _WHOLE = "MegaTrain trains every parameter; `freeze` leaves some out"
-_AVERAGE = "averages of the weights (EMA) are not kept yet; take a later checkpoint, or average exported folders"
+_AVERAGE = "ema_decay: 0.999 keeps an average of the weights; export --ema writes it"
 _SINGLE = "one process owns one GPU and the host's memory; there is nothing to shard"
 # Key of another tool -> what to do instead. It is still an error: a wish that is not honoured is never passed over.
 HINTS = {
@@ -55,7 +55,6 @@ HINTS = {
     "load_in_4bit": _WHOLE,
     "weight_ema": _AVERAGE,
     "use_ema": _AVERAGE,
-    "ema_decay": _AVERAGE,
     "deepspeed": _SINGLE,
     "fsdp": _SINGLE,
     "fsdp_config": _SINGLE,

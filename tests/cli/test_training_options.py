@@ -132,7 +132,7 @@ def test_noise_on_embeddings_is_that_of_the_step_after_a_resume(run_config: Path
     [
         ("lr_scheduler_type=warmup_stable_decay", "warmup_ratio=0.9", "decay_ratio=0.5"),
         ("neftune_noise_alpha=0",),
-        ("ema_decay=0.99",),
+        ("ema_decay=1",),
         ("report_to=mlflow",),
     ],
 )

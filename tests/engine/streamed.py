@@ -99,6 +99,7 @@ class Streamed:
         compiled: bool = False,
         label_smoothing: float = 0.0,
         neftune: tuple[float, int] | None = None,  # (alpha, seed)
+        ema_decay: float | None = None,
     ) -> None:
         self.device = torch.device(device)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -108,13 +109,16 @@ class Streamed:
         spec = self.template.spec
         plan = make_plan(spec, placement)
         folder = Path(tempfile.gettempdir())
-        self.store = SegmentStore([layout_of(s) for s in spec.segments], precision, plan, self.device, folder)
+        extra_state = () if ema_decay is None else ("ema",)
+        layouts = [layout_of(segment, extra_state) for segment in spec.segments]
+        self.store = SegmentStore(layouts, precision, plan, self.device, folder)
         for name, layout in self.store.layouts.items():
             with self.store.visit(name, write=True):
                 for entry in layout.entries:
                     values = torch.from_numpy(np.array(masters[entry.tensor.name], dtype=np.float32)).flatten()
                     self.store.set_master(name, entry, values)
-        numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing, *(neftune or (None, 0)))
+        noise = neftune or (None, 0)
+        numerics = Numerics(micro_batch_tokens, CHUNK_TOKENS, max_grad_norm, label_smoothing, *noise, ema_decay)
         self.engine = Engine(
             self.template, self.store, plan, numerics, self.device, optimizer_threads=placement.threads, chaos=chaos
         )
@@ -144,6 +148,18 @@ class Streamed:
             return w, np.zeros_like(w), np.zeros_like(w)
         m, v = (self.store.flat(segment, kind)[cut].cpu().numpy().reshape(shape).copy() for kind in ("m", "v"))
         return w, m, v
+
+    def averages(self) -> dict[str, np.ndarray]:
+        """Checkpoint name -> running average of the master, of every trained tensor, every pending update applied."""
+        self.engine.flush()
+        found = {}
+        for name, layout in self.store.layouts.items():
+            with self.store.visit(name):
+                for entry in layout.entries:
+                    if entry.tensor.trainable:
+                        flat = self.store.flat(name, "ema")[entry.offset : entry.stop]
+                        found[entry.tensor.name] = flat.cpu().numpy().reshape(entry.tensor.shape).copy()
+        return found
 
     def close(self) -> None:
         """Stop the lanes, give the memory back."""

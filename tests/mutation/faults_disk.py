@@ -71,8 +71,8 @@ MUTANTS: tuple[Mutant, ...] = (
         STORE,
         (
             "loaded weights are not kept",
-            'with store.visit(segment.name, "w", "lo", write=True):',
-            'with store.visit(segment.name, "w", "lo"):',
+            'with store.visit(segment.name, "w", "lo", "ema", write=True):',
+            'with store.visit(segment.name, "w", "lo", "ema"):',
         ),
     ),
     *of(

@@ -29,10 +29,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the tied sums are not added", ".add_(self.places.tied_grad())", ".add_(0)"),
         (
             "the update does nothing",
-            'rule.update(layout, w, state.get("lo"), state["m"], state["v"], g, self.cell.scalars)',
+            "rule.update(layout, w, state, g, self.cell.scalars)",
             "pass",
         ),
-        ("m and v are swapped", 'state["m"], state["v"], g', 'state["v"], state["m"], g'),
         ("a hidden gradient is not passed on", "dh.copy_(dx)", "pass"),
         (
             "norm without the last tensor",
@@ -84,6 +83,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "optim.update_fp32(wn, mn, vn, gn, scalars, decay=span.decay",
             "optim.update_fp32(wn, mn, vn, gn, scalars, decay=True",
         ),
+        ("m and v are swapped", "for t in (w, m, v, g))", "for t in (w, v, m, g))"),
     ),
     *of(
         "engine/rules.py",

@@ -6,6 +6,7 @@ May touch: files, through `Files` alone (`dcp.py`: also through torch's own writ
 Must never: run while an op writes what it reads; load a byte that does not match its hash; unpickle.
 """
 
+from megatrain.checkpoint.average import has_average, take_averages
 from megatrain.checkpoint.commit import CHECKPOINTS, Checkpoint, load_checkpoint, open_step, saved_steps, size_of_tree
 from megatrain.checkpoint.dcp import write_dcp_folder
 from megatrain.checkpoint.export import write_hf_folder
@@ -20,6 +21,7 @@ __all__ = [
     "Files",
     "check_weights",
     "checkpoint_bytes",
+    "has_average",
     "load_checkpoint",
     "load_weights",
     "open_step",
@@ -28,6 +30,7 @@ __all__ = [
     "save_checkpoint",
     "saved_steps",
     "size_of_tree",
+    "take_averages",
     "write_dcp_folder",
     "write_hf_folder",
 ]

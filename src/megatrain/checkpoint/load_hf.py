@@ -43,7 +43,7 @@ class _Stored:
 
 
 def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: Files | None = None) -> None:
-    """Fills w (and lo) of every segment with the masters in `folder`; m, v and grad are not touched.
+    """Fills w (lo, ema) of every segment with the masters in `folder`; m, v and grad are not touched.
 
     bf16, fp16 and fp32 files; one model.safetensors, or shards and an index. The names and shapes must be the model's
     exactly (lm_head.weight may be absent, or equal to the embedding, where they are tied). ModelError names the tensor
@@ -57,7 +57,7 @@ def load_weights(folder: Path, store: SegmentStore, spec: ModelSpec, files: File
             _check_tied(files, stored, spec)
         staging = bytearray(BLOCK_BYTES)
         for segment in spec.segments:
-            with store.visit(segment.name, "w", "lo", write=True):
+            with store.visit(segment.name, "w", "lo", "ema", write=True):
                 for tensor in segment.tensors:
                     entry = store.layouts[segment.name][tensor.name]
                     for part in parts[tensor.name]:

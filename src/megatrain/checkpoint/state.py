@@ -1,7 +1,8 @@
 """Training checkpoints: the segment store as files, segment by segment, and back, bit for bit.
 
 step-N/model/  a Hugging Face folder at compute precision, one shard a segment: kind w
-step-N/state/  SEGMENT.safetensors with "lo.NAME", "m.NAME", "v.NAME" of each trainable tensor; trainer.json
+step-N/state/  SEGMENT.safetensors with "lo.NAME", "m.NAME", "v.NAME", and "ema.NAME" if an average is kept, of each
+               trainable tensor; trainer.json
 Stored by tensor, not by buffer: a checkpoint fits any placement and any layout of the same model.
 """
 
@@ -20,6 +21,7 @@ import transformers
 from transformers import PretrainedConfig
 
 import megatrain
+from megatrain.checkpoint.average import KIND, has_average, start_averages
 from megatrain.checkpoint.commit import TRAINER, Checkpoint, Commit, check_keep
 from megatrain.checkpoint.experts import published
 from megatrain.checkpoint.export import (
@@ -42,7 +44,6 @@ from megatrain.store import SegmentStore
 
 # Buffers that training never changes, as the base model's folder has them; the template reads them from there.
 BUFFERS = "model-buffers.safetensors"
-_STATE_KINDS = ("lo", "m", "v")
 
 
 class _Home(NamedTuple):
@@ -123,7 +124,9 @@ class CheckpointWriter:
             raise ValueError(f"trainer_state is of step {trainer_state['step']}, the checkpoint of {self._commit.step}")
         data = json.dumps(trainer_state, indent=1, sort_keys=True, allow_nan=False).encode()
         self._commit.add(TRAINER, write_bytes(self._files, self._commit.folder / TRAINER, data))
-        facts = {"precision": self._store.precision, "versions": _versions(), "run": dict(self._run_facts)}
+        store = self._store
+        facts = {"precision": store.precision, "state_kinds": list(store.state_kinds), "versions": _versions()}
+        facts["run"] = dict(self._run_facts)
         path = self._commit.commit(facts, trainer_state.get("best_step"))
         self._commit = None
         return path
@@ -179,7 +182,10 @@ def checkpoint_bytes(store: SegmentStore) -> int:
 
 
 def restore(store: SegmentStore, checkpoint: Checkpoint, files: Files | None = None) -> None:
-    """Fills w, lo, m, v of every segment with the saved bits; CheckpointError if of another model or precision."""
+    """Fills w and state of every segment with the saved bits; CheckpointError if of another model or precision.
+
+    An average that was not saved starts at the restored masters; one that `store` does not keep is passed over.
+    """
     files = files or Files()
     saved = checkpoint.manifest["precision"]
     if saved != store.precision:
@@ -190,16 +196,23 @@ def restore(store: SegmentStore, checkpoint: Checkpoint, files: Files | None = N
         names = tensor_names(checkpoint.path / "model", files)
     except OSError as failure:
         raise CheckpointError(cannot_read(checkpoint.path / "model", failure)) from failure
-    homes = {"model": _model_homes(store, names), "state": _state_homes(store)}
+    keeps_average = KIND in store.state_kinds
+    unsaved = (KIND,) if keeps_average and not has_average(checkpoint) else ()
+    passed_over = () if keeps_average else (f"{KIND}.",)
+    homes = {"model": _model_homes(store, names), "state": _state_homes(store, unsaved)}
     staging = bytearray(BLOCK_BYTES)
     for name in checkpoint.manifest["files"]:
         if name.endswith(".safetensors") and name != f"model/{BUFFERS}":
-            _restore_file(files, checkpoint.path / name, store, homes[name.split("/")[0]], staging)
+            folder = name.split("/")[0]
+            ignored = passed_over if folder == "state" else ()
+            _restore_file(files, checkpoint.path / name, store, homes[folder], staging, ignored)
     missing = sorted([*homes["model"], *homes["state"]])
     if missing:
         raise CheckpointError(
             f"{checkpoint.path} has no tensor {missing[0]}; the model or `freeze` changed since it was saved"
         )
+    if unsaved:
+        start_averages(store)
 
 
 def _model_homes(store: SegmentStore, names: Collection[str]) -> dict[str, _Home]:
@@ -213,11 +226,11 @@ def _model_homes(store: SegmentStore, names: Collection[str]) -> dict[str, _Home
     return homes
 
 
-def _state_homes(store: SegmentStore) -> dict[str, _Home]:
-    """Homes of lo, m and v."""
+def _state_homes(store: SegmentStore, unsaved: Collection[str]) -> dict[str, _Home]:
+    """Homes of the state, but for kinds that are not in the files."""
     homes = {}
     for segment, layout in store.layouts.items():
-        for kind in _state_kinds(store, segment):
+        for kind in [kind for kind in _state_kinds(store, segment) if kind not in unsaved]:
             for entry in layout.entries:
                 if entry.tensor.trainable:
                     home = _Home(segment, kind, slice(entry.offset, entry.stop), entry.tensor.shape)
@@ -225,13 +238,22 @@ def _state_homes(store: SegmentStore) -> dict[str, _Home]:
     return homes
 
 
-def _restore_file(files: Files, path: Path, store: SegmentStore, homes: dict[str, _Home], staging: bytearray) -> None:
-    """Reads each tensor of one file into its home and strikes it off `homes`."""
+def _restore_file(
+    files: Files,
+    path: Path,
+    store: SegmentStore,
+    homes: dict[str, _Home],
+    staging: bytearray,
+    passed_over: tuple[str, ...],
+) -> None:
+    """Reads each tensor of one file into its home and strikes it off `homes`. `passed_over`: beginnings of names."""
     try:
         fd = files.open(path)
         try:
             found: dict[str, list[tuple[TensorInfo, _Home]]] = defaultdict(list)
             for name, info in read_header(files, fd, path).items():
+                if name.startswith(passed_over):
+                    continue
                 if name not in homes:
                     raise CheckpointError(
                         f"{path}: tensor {name} is no part of this run; the model or `freeze` changed"
@@ -257,7 +279,7 @@ def _check_same(path: Path, info: TensorInfo, dtype: torch.dtype, shape: tuple[i
 
 
 def _state_kinds(store: SegmentStore, segment: str) -> list[str]:
-    return [kind for kind in _STATE_KINDS if kind in store.kinds(segment)]
+    return [kind for kind in store.state_kinds if kind in store.kinds(segment)]
 
 
 def _versions() -> dict[str, str]:

@@ -27,12 +27,12 @@ from megatrain.memory import available_ram_bytes
 from megatrain.memory.limits import cgroup_limit_bytes, locked_memory_limit_bytes
 from megatrain.models import attention
 from megatrain.models.hf_folder import read_hf_config, read_tokenizer
-from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
 from megatrain.planner import MemoryTable, Question, memory_table, question_of, search
 from megatrain.planner.plan_file import read_plan
+from megatrain.planner.sizes import layouts_of
 from megatrain.schedule.plan import Plan
 from megatrain.store import SegmentStore
 
@@ -126,7 +126,7 @@ def template_of(run: Planned) -> ModelTemplate:
 def store_of(run: Planned) -> SegmentStore:
     """Homes for every segment, empty."""
     assert run.config.precision != "auto", "resolve the config first"
-    layouts = [layout_of(segment) for segment in run.spec.segments]
+    layouts = list(layouts_of(run.spec, run.config).values())
     return SegmentStore(layouts, run.config.precision, run.plan, run.device, Path(run.config.output_dir))
 
 
@@ -143,6 +143,7 @@ def engine_of(run: Planned, store: SegmentStore) -> Engine:
         config.label_smoothing_factor,
         config.neftune_noise_alpha,
         config.seed,
+        config.ema_decay,
     )
     return Engine(template_of(run), store, run.plan, numerics, run.device, optimizer_threads=config.optimizer_threads)
 

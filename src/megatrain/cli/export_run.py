@@ -8,7 +8,16 @@ from typing import get_args
 
 import torch
 
-from megatrain.checkpoint import Checkpoint, open_step, restore, saved_steps, write_dcp_folder, write_hf_folder
+from megatrain.checkpoint import (
+    Checkpoint,
+    has_average,
+    open_step,
+    restore,
+    saved_steps,
+    take_averages,
+    write_dcp_folder,
+    write_hf_folder,
+)
 from megatrain.cli.assemble import Planned, planned, store_of
 from megatrain.cli.folders import refuse_export_target
 from megatrain.cli.opened import is_run, on_cpu, run_config, steps_of
@@ -23,13 +32,18 @@ from megatrain.report import Kind, card, read_record
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MIN_SHARD_BYTES = 1 << 20
+ANY_DECAY = 0.5  # an export makes room for an average and updates none
 
 
-def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: str, form: str) -> int:
-    """Write a checkpoint of the run in `path` to the new folder `target`."""
+def export(
+    path: Path, target: Path, step: str, dtype: str | None, shard_size: str, form: str, *, ema: bool = False
+) -> int:
+    """Write a checkpoint of the run in `path` to the new folder `target`. `ema`: the average of its weights."""
     if not is_run(path):
         raise CheckpointError(f"{path} is a model folder already; export takes a run folder")
     kind = _kind_of(form)
+    if ema and kind == "dcp":
+        raise ConfigError("--ema writes the averaged weights as a model folder; leave --format dcp out")
     chosen = _dtype_of(dtype, kind)
     shard_bytes = _shard_bytes(shard_size)
     refuse_export_target(target)
@@ -44,13 +58,20 @@ def export(path: Path, target: Path, step: str, dtype: str | None, shard_size: s
     if step in ("base", "all"):
         raise ConfigError(f"step is {step!r}; an export takes one checkpoint: a number, latest or best")
     checkpoint = open_step(path, steps_of(path, step, steps)[0])
-    config = on_cpu(run_config(path)).model_copy(update={"activations": "recompute", "save_strategy": "no"})
+    if ema and not has_average(checkpoint):
+        raise CheckpointError(
+            f"step {checkpoint.step} of {path} has no average of the weights: it was trained without ema_decay; leave "
+            "--ema out"
+        )
+    changes = {"activations": "recompute", "save_strategy": "no", "ema_decay": ANY_DECAY if ema else None}
+    config = on_cpu(run_config(path)).model_copy(update=changes)
     run = planned(config, checkpoint.path / "model")
     refuse_misfit(run.spec, run.config, run.machine, run.table)
-    readme = card(read_record(path), checkpoint.step, checkpoint.manifest, kind, chosen).encode()
+    said = f"{chosen}, the running average (ema_decay)" if ema else chosen
+    readme = card(read_record(path), checkpoint.step, checkpoint.manifest, kind, said).encode()
     with explained_shortage(run):
         _write(run, checkpoint, target, kind, DTYPES[chosen], shard_bytes, {"README.md": readme})
-    print(f"step {checkpoint.step} of {path} as {chosen}{' with AdamW state' if kind == 'dcp' else ''}: {target}")
+    print(f"step {checkpoint.step} of {path} as {said}{' with AdamW state' if kind == 'dcp' else ''}: {target}")
     return 0
 
 
@@ -65,6 +86,8 @@ def _write(
 ) -> None:
     store = store_of(run)
     restore(store, checkpoint)
+    if "ema" in store.state_kinds:
+        take_averages(store)
     parts = (target, store, run.spec, run.hf_config, run.source)
     if kind == "hf":
         write_hf_folder(*parts, dtype=dtype, shard_bytes=shard_bytes, documents=documents)

@@ -143,12 +143,13 @@ def export(
     format: Annotated[  # noqa: A002 - the option's name
         str, typer.Option(help="hf: a model folder. dcp: torch.distributed.checkpoint with AdamW state.")
     ] = "hf",
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights that ema_decay kept.")] = False,
 ) -> None:
     """Write a checkpoint of RUN as a folder that transformers and vLLM open unchanged, or for others to train on."""
 
     from megatrain.cli.export_run import export as verb
 
-    raise typer.Exit(verb(run, folder, step, dtype, shard_size, format))
+    raise typer.Exit(verb(run, folder, step, dtype, shard_size, format, ema=ema))
 
 
 @app.command("eval")

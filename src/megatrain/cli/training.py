@@ -16,6 +16,7 @@ from megatrain.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     check_weights,
+    has_average,
     load_checkpoint,
     load_weights,
     restore,
@@ -121,6 +122,11 @@ def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], m
         if run.source != Path(run.config.model):
             metrics.say(f"model {run.config.model} is not there any more; config and tokenizer: {run.source}")
         metrics.say(f"going on after step {checkpoint.step}")
+        keeps, kept = run.config.ema_decay is not None, has_average(checkpoint)
+        if keeps and not kept:
+            metrics.say(f"the average of the weights starts at those of step {checkpoint.step}, which has none")
+        if kept and not keeps:
+            metrics.say(f"the average of the weights, which step {checkpoint.step} has, is kept no longer")
 
 
 def _checkpoint_of(

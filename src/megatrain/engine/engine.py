@@ -15,7 +15,7 @@ from megatrain.engine.executor import Executor
 from megatrain.engine.handlers import Disturb, Handlers, Step, undisturbed
 from megatrain.engine.lanes import lane_devices
 from megatrain.engine.places import Places
-from megatrain.engine.rules import HostRule, device_rule
+from megatrain.engine.rules import HostRule, device_rule, with_average
 from megatrain.engine.trace import Trace
 from megatrain.models.batch import TokenBatch
 from megatrain.models.dice import key_of
@@ -39,6 +39,7 @@ class Numerics:
     label_smoothing: float = 0.0
     neftune_alpha: float | None = None
     seed: int = 0  # of noise and dropout
+    ema_decay: float | None = None  # of the average of the masters; None: none is kept
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Engine:
         optimizer_threads: int,
         chaos: Chaos | None = None,
     ) -> None:
+        assert (numerics.ema_decay is not None) == ("ema" in store.state_kinds), "the average has a home if it is kept"
         self.plan = plan
         self.numerics = numerics
         self.applied_steps = 0
@@ -87,8 +89,8 @@ class Engine:
             store,
             places,
             self._waiting,
-            host_rule,
-            device_rule(device, host_rule),
+            with_average(host_rule, numerics.ema_decay),
+            with_average(device_rule(device, host_rule), numerics.ema_decay),
             numerics.loss_chunk_tokens,
             numerics.label_smoothing,
         )

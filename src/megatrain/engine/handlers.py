@@ -300,7 +300,7 @@ class Handlers:
             rule, g = self.device_rule, self.places.flat(gradient, op.segment)
         else:
             rule, g = self.host_rule, self._gradient(gradient, op.segment)
-        rule.update(layout, w, state.get("lo"), state["m"], state["v"], g, self.cell.scalars)
+        rule.update(layout, w, state, g, self.cell.scalars)
 
     def save(self, op: Op) -> None:
         assert self.step.write_segment is not None

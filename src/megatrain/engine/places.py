@@ -35,7 +35,7 @@ class Places:
         self._dtype = compute_dtype
         self._round_micro_batches = plan.round_micro_batches
         self._hidden_shape = (1, micro_batch_tokens, spec.hidden_size)
-        self._state_kinds = ("lo", "m", "v") if store.precision == "bf16" else ("m", "v")
+        self._state_kinds = store.state_kinds
         self._resident = {s.name for s in plan.segments if s.state == "hbm"}
         table = slot_bytes(spec, plan, store.layouts, compute_dtype.itemsize, micro_batch_tokens)
         self.arena = DeviceArena(table, device)
@@ -57,7 +57,7 @@ class Places:
         return self.arena.view(str(place), layout.num_trainable, torch.float32)
 
     def state(self, place: Place, segment: str) -> dict[str, Tensor]:
-        """Kind -> flat buffer of lo (bf16 only), m and v of `segment` at `place`: home, own slot or landing slot."""
+        """Kind -> flat buffer of `segment`'s state at `place`: home, own slot or landing slot."""
         if place.pool == "land.state":
             return {kind: self._store.landing(segment, kind, int(place.key)) for kind in self._state_kinds}
         homes = {kind: self._store.flat(segment, kind) for kind in self._state_kinds}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,14 +12,14 @@ from torch import Tensor
 from megatrain import kernels, optim
 from megatrain.models.layout import Entry, Layout
 
+State = Mapping[str, Tensor]  # kind -> a segment's flat buffer of it
+
 
 class Rule(Protocol):
-    """AdamW over a segment's flat buffers, and the sums of squares of its tensors."""
+    """The update over a segment's flat buffers, and the sums of squares of its tensors."""
 
-    def update(
-        self, layout: Layout, w: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, g: Tensor, scalars: optim.Scalars
-    ) -> None:
-        """One AdamW step in place over every span of `layout`. `lo` None: `w` is the fp32 master."""
+    def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
+        """One step in place over `layout`'s `w` and `state`. Without "lo", `w` is the fp32 master."""
 
     def sums(self, layout: Layout, g: Tensor) -> Tensor | np.ndarray:
         """Sum of squares of each trainable tensor, in layout order, fp64."""
@@ -41,9 +41,8 @@ class HostRule:
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
-    def update(
-        self, layout: Layout, w: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, g: Tensor, scalars: optim.Scalars
-    ) -> None:
+    def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
+        lo, m, v = state.get("lo"), state["m"], state["v"]
         for span in layout.spans:
             cut = slice(span.start, span.stop)
             wn, mn, vn, gn = (_numpy(t[cut]) for t in (w, m, v, g))
@@ -65,9 +64,8 @@ class HostRule:
 class DeviceRule:
     """The Triton kernels over HBM; queued on the current stream."""
 
-    def update(
-        self, layout: Layout, w: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, g: Tensor, scalars: optim.Scalars
-    ) -> None:
+    def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
+        lo, m, v = state.get("lo"), state["m"], state["v"]
         for span in layout.spans:
             cut = slice(span.start, span.stop)
             if lo is None:
@@ -82,3 +80,22 @@ class DeviceRule:
 def device_rule(device: torch.device, host_rule: HostRule) -> Rule:
     """The rule for buffers on `device`."""
     return DeviceRule() if device.type == "cuda" else host_rule
+
+
+class Averaged:
+    """A rule that also keeps a running average of the masters, in the same place."""
+
+    def __init__(self, rule: Rule, decay: float) -> None:
+        self._rule = rule
+        self._share = optim.average_share(decay)
+        self.sums = rule.sums
+
+    def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
+        """The rule's own, then the average over the trained part of `w`."""
+        self._rule.update(layout, w, state, g, scalars)
+        kernels.average_(state["ema"], w[: layout.num_trainable], state.get("lo"), self._share)
+
+
+def with_average(rule: Rule, decay: float | None) -> Rule:
+    """`rule`, keeping an average too unless `decay` is None."""
+    return rule if decay is None else Averaged(rule, decay)

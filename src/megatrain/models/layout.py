@@ -2,6 +2,7 @@
 
 Offsets count elements, and one table serves every kind of buffer (weights, lo, m, v, gradient). Tensors start at
 multiples of 128 elements: 256 bytes in the 2-byte kinds, so every view of every kind is 256-byte aligned.
+A layout also lists the kinds of optimizer state there are: those of AdamW, and those that the run asks for besides.
 Order: trainable with decay, trainable without, frozen. So the state kinds are a prefix, and an update is at most two
 spans.
 """
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
 
 ALIGN_ELEMENTS = 128
+STATE_BYTES = {"lo": 2, "m": 4, "v": 4, "ema": 4}  # of one parameter; ema: a running average of the fp32 master
+ADAMW_STATE = {2: ("lo", "m", "v"), 4: ("m", "v")}  # by bytes of a compute weight: 4 is the master itself
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Layout:
     segment: str
     entries: tuple[Entry, ...]
     num_elements: int
-    num_trainable: int  # the trainable prefix: size of lo, m, v and gradient
+    num_trainable: int  # the trainable prefix: size of every kind of state and of the gradient
     spans: tuple[Span, ...]
+    extra_state: tuple[str, ...] = ()  # kinds of state beside AdamW's; the same in every layout of a run
 
     def __getitem__(self, name: str) -> Entry:
         """The entry of the tensor with checkpoint name `name`."""
@@ -52,6 +56,10 @@ class Layout:
             if entry.tensor.name == name:
                 return entry
         raise KeyError(name)
+
+    def state_bytes(self, compute_bytes: int) -> dict[str, int]:
+        """Kind of optimizer state -> its bytes of one parameter, for compute weights of `compute_bytes`."""
+        return {kind: STATE_BYTES[kind] for kind in (*ADAMW_STATE[compute_bytes], *self.extra_state)}
 
 
 def _padded(num_elements: int) -> int:
@@ -66,8 +74,8 @@ def embedding_of(spec: ModelSpec) -> TensorSpec:
     raise AssertionError("EMBED holds no (vocabulary, hidden) tensor")
 
 
-def layout_of(segment: SegmentSpec) -> Layout:
-    """The layout of `segment`. Pure: equal specs give equal layouts."""
+def layout_of(segment: SegmentSpec, extra_state: tuple[str, ...] = ()) -> Layout:
+    """The layout of `segment`. Pure: equal specs give equal layouts. `extra_state`: kinds beside AdamW's."""
     order = {(True, True): 0, (True, False): 1, (False, True): 2, (False, False): 2}
     tensors = sorted(segment.tensors, key=lambda t: order[t.trainable, t.decay])
     entries: list[Entry] = []
@@ -83,4 +91,4 @@ def layout_of(segment: SegmentSpec) -> Layout:
             spans[-1] = Span(spans[-1].start, offset, tensor.decay)
         else:
             spans.append(Span(start, offset, tensor.decay))
-    return Layout(segment.name, tuple(entries), offset, num_trainable, tuple(spans))
+    return Layout(segment.name, tuple(entries), offset, num_trainable, tuple(spans), extra_state)

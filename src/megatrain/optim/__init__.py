@@ -9,12 +9,13 @@ Must never: own parameters, know a segment or a device, differ from the specific
 from megatrain.optim.adamw import join, join_into, split, split_into, update_fp32, update_split
 from megatrain.optim.norm import clip_coefficient, tensor_sum_squares, total_norm
 from megatrain.optim.schedules import LearningRateSchedule, count_warmup_steps, multiplier
-from megatrain.optim.spec import AdamW, Scalars, scalars
+from megatrain.optim.spec import AdamW, Scalars, average_share, scalars
 
 __all__ = [
     "AdamW",
     "LearningRateSchedule",
     "Scalars",
+    "average_share",
     "clip_coefficient",
     "count_warmup_steps",
     "join",

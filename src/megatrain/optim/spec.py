@@ -11,6 +11,10 @@ AdamW, per element, all operands and results fp32, round to nearest even, denorm
     d  = sqrt(v') / bias2_sqrt + epsilon         bias2_sqrt = sqrt(1 - beta2^t)
     w' = w * decay_mul - (m' * step_size) / d    step_size = lr / (1 - beta1^t), decay_mul = 1 - lr * weight_decay
 
+A running average of the masters, if one is kept, follows each update; its decay is one number for the whole run:
+
+    e' = e + (w' - e) * share                    share = 1 - decay
+
 The order of the operations is that of `torch.optim.AdamW`, so that the two agree to the last few bits.
 """
 
@@ -100,6 +104,19 @@ def adamw(w: F32, m: F32, v: F32, grad: F32, s: Scalars, *, decay: bool) -> tupl
         d = np.sqrt(v) / bias2_sqrt + epsilon
         w = (w * decay_mul if decay else w) - (m * step_size) / d
     return w, m, v
+
+
+def average_share(decay: float) -> float:
+    """The share of a new master in its average; computed in fp64, rounded to fp32 once."""
+    if not 0.0 < decay < 1.0:
+        raise ValueError(f"the decay of the average is {decay}; it must be above 0 and below 1")
+    return fp32(1.0 - decay)
+
+
+def average(ema: F32, w: F32, share: float) -> F32:
+    """The average after an update that gave the masters `w`; the arguments are not touched."""
+    with np.errstate(all="ignore"):
+        return ema + np.multiply(w - ema, np.float32(share))
 
 
 def adamw_split(hi: U16, lo: I16, m: F32, v: F32, grad: F32, s: Scalars, *, decay: bool) -> tuple[U16, I16, F32, F32]:

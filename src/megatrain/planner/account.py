@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from megatrain.config import RunConfig
 from megatrain.hardware import Machine
 from megatrain.hardware.rates import Rates
-from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.landing import landing_bytes
 from megatrain.planner.prediction import Workload
-from megatrain.planner.sizes import Shapes, shapes_of
+from megatrain.planner.sizes import Shapes, layouts_of, shapes_of
 from megatrain.planner.table import TIERS, MemoryRow, MemoryTable
 from megatrain.schedule.plan import Plan, Tier
 
@@ -37,8 +36,7 @@ class Question:
 
 def question_of(spec: ModelSpec, config: RunConfig, machine: Machine, rates: Rates) -> Question:
     """The question that a resolved config asks of a machine."""
-    layouts = {segment.name: layout_of(segment) for segment in spec.segments}
-    shapes = shapes_of(spec, layouts, config)
+    shapes = shapes_of(spec, layouts_of(spec, config), config)
     rows_per_micro_batch = shapes.micro_batch_tokens // config.max_length
     num_micro_batches = -(-config.train_batch_size // rows_per_micro_batch)
     work = Workload(shapes, rates, num_micro_batches, config.max_length, machine.device == "cpu")

@@ -25,6 +25,7 @@ EXPERT_SHARE = 0.40  # grouped products of chosen experts
 HEAD_SHARE = 0.85  # products of a loss chunk with the vocabulary
 ATTENTION_BACKWARD = 2.5 / 0.8  # of the forward's seconds: 2.5 times the operations at 0.8 of the rate
 UPDATE_BYTES = 28  # a parameter: reads w lo m v grad, writes w lo m v
+EXTRA_UPDATE_BYTES = {"ema": 12}  # a parameter, in a pass of its own: reads w lo ema, writes ema
 ADD_BYTES = 12  # a parameter: its gradient in the compute dtype written and read, its fp32 sum read and written
 LOGIT_TRAFFIC_BYTES = {True: 12, False: 8}  # of one logit, with and without its gradient
 UNKNOWN_DISK_Bps = 1e9  # of a disk that could not be measured
@@ -178,11 +179,12 @@ class CostModel:
         return 3 * shapes.micro_batch_tokens * shapes.spec.hidden_size * 4
 
     def update_of(self, op: Op, segment: str) -> Work:
-        """AdamW over a segment, on the lane that it runs on."""
-        params = self.shapes.layouts[segment].num_trainable
-        if op.lane is Lane.HOST:
-            return Work(host_params=params)
-        return Work(hbm_bytes=params * UPDATE_BYTES)
+        """AdamW over a segment, and what the run keeps besides, on the lane that it runs on."""
+        layout = self.shapes.layouts[segment]
+        moved_bytes = UPDATE_BYTES + sum(EXTRA_UPDATE_BYTES[kind] for kind in layout.extra_state)
+        if op.lane is Lane.HOST:  # its rate was measured with AdamW alone
+            return Work(host_params=layout.num_trainable * moved_bytes / UPDATE_BYTES)
+        return Work(hbm_bytes=layout.num_trainable * moved_bytes)
 
 
 @dataclass(frozen=True)

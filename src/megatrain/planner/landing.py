@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatrain.models.layout import Layout
-from megatrain.planner.sizes import STATE_BYTES
 from megatrain.schedule.plan import Plan
 
 PAGE_BYTES = 4096
@@ -27,7 +26,7 @@ def extents(plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int) -> li
         if segment.weights_on_disk:
             found.append((segment.name, "w", _pages(layout.num_elements * compute_bytes)))
         if segment.state_on_disk:
-            sizes = STATE_BYTES[compute_bytes].items()
+            sizes = layout.state_bytes(compute_bytes).items()
             found += [(segment.name, kind, _pages(layout.num_trainable * size)) for kind, size in sizes]
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatrain.config import RunConfig
-from megatrain.models.layout import Layout, embedding_of
+from megatrain.models.layout import Layout, embedding_of, layout_of
 from megatrain.models.spec import ModelSpec, SegmentSpec
 from megatrain.schedule.ops import TIED_GRAD
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -26,7 +26,6 @@ SLACK_DISK_BYTES = 16 * MIB  # of a model folder or checkpoint beside its tensor
 # Saved by autograd ÷ what linear layers take and give, by `compiled`. Seen: eager 1.11 (Llama fp32), 1.23 (Llama bf16),
 # 1.61 (Qwen3 bf16); compiled 0.85 (Llama bf16 on an H200).
 SAVED_SCALE = {False: 1.6, True: 1.0}
-STATE_BYTES = {2: {"lo": 2, "m": 4, "v": 4}, 4: {"m": 4, "v": 4}}  # of one parameter, by compute_bytes
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms, by compute_bytes (fp32: 9.7 seen)
 
 
@@ -49,11 +48,11 @@ class Shapes:
     @cached_property
     def segment_bytes(self) -> Mapping[str, tuple[int, int, int]]:
         """Segment -> bytes of its weights, its state and its gradient."""
-        state = sum(STATE_BYTES[self.compute_bytes].values())
-        return {
-            name: (layout.num_elements * self.compute_bytes, layout.num_trainable * state, layout.num_trainable * 4)
-            for name, layout in self.layouts.items()
-        }
+        size, table = self.compute_bytes, {}
+        for name, layout in self.layouts.items():
+            state = layout.num_trainable * sum(layout.state_bytes(size).values())
+            table[name] = layout.num_elements * size, state, layout.num_trainable * 4
+        return table
 
     @cached_property
     def saved_bytes(self) -> Mapping[str, int]:
@@ -70,7 +69,7 @@ def weights_bytes(shapes: Shapes, segment: str) -> int:
 
 
 def state_bytes(shapes: Shapes, segment: str) -> int:
-    """A segment's lo (bf16 only), m and v."""
+    """A segment's lo (bf16 only), m, v and whatever else its layout lists."""
     return shapes.segment_bytes[segment][1]
 
 
@@ -94,7 +93,8 @@ def slot_bytes(
         if segment.grads == "own" and segment.trainable:
             table[f"g.{segment.name}"] = layout.num_trainable * 4
         if segment.streams_state:
-            table |= {f"s.{segment.name}.{k}": layout.num_trainable * n for k, n in STATE_BYTES[compute_bytes].items()}
+            kinds = layout.state_bytes(compute_bytes)
+            table |= {f"s.{segment.name}.{kind}": layout.num_trainable * size for kind, size in kinds.items()}
     if plan.has_tied_grad:
         table[str(TIED_GRAD)] = embedding_of(spec).num_elements * 4
     one_bytes = micro_batch_tokens * spec.hidden_size * compute_bytes
@@ -193,6 +193,12 @@ def checkpoint_bytes(shapes: Shapes) -> int:
     """One checkpoint on disk: the model folder and the exact state."""
     tensors_bytes = sum(weights_bytes(shapes, name) + state_bytes(shapes, name) for name in shapes.layouts)
     return tensors_bytes + SLACK_DISK_BYTES
+
+
+def layouts_of(spec: ModelSpec, config: RunConfig) -> dict[str, Layout]:
+    """Segment -> its layout, with every kind of state that the config asks for."""
+    extra_state = () if config.ema_decay is None else ("ema",)
+    return {segment.name: layout_of(segment, extra_state) for segment in spec.segments}
 
 
 def shapes_of(spec: ModelSpec, layouts: Mapping[str, Layout], config: RunConfig) -> Shapes:

@@ -37,8 +37,11 @@ the run's schedule: schedules do not travel, set your own.
 """
 
 
-def card(record: Record, step: int, manifest: Mapping[str, Any], kind: Kind, dtype: str) -> str:
-    """Markdown for README.md. Facts come from the run folder and the checkpoint's manifest; no path is told."""
+def card(record: Record, step: int, manifest: Mapping[str, Any], kind: Kind, weights: str) -> str:
+    """Markdown for README.md. Facts come from the run folder and the checkpoint's manifest; no path is told.
+
+    `weights`: what those in this folder are.
+    """
     config = record.config
     name = record.path.resolve().name
     rows = [row for row in record.steps if row["step"] <= step]
@@ -53,7 +56,7 @@ def card(record: Record, step: int, manifest: Mapping[str, Any], kind: Kind, dty
         facts.append(("tokens trained on", f"{tokens:,}, of which {supervised:,} were predicted"))
         facts.append(("training loss of the last step", _loss(rows[-1]["loss"])))
     facts += _evaluation(record, step)
-    facts.append(("weights in this folder", dtype))
+    facts.append(("weights in this folder", weights))
     facts.append(("data", _data(config)))
     facts.append(("data fingerprint", f"`{manifest['run'].get('data', 'not recorded')}`"))
     versions = ", ".join(f"{key} {value}" for key, value in manifest["versions"].items())

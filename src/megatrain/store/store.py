@@ -23,18 +23,19 @@ from megatrain.store.master import join_master, split_master
 Precision = Literal["bf16", "fp32"]
 
 PAGE_BYTES = 4096
-_DTYPES = {"lo": torch.int16, "m": torch.float32, "v": torch.float32, "grad": torch.float32}
+_DTYPES = {"lo": torch.int16}  # of kinds that are not fp32; w is what the precision says
 _TRAVELS = ("w", "grad")  # what DMA reads and writes; state seldom: what the CPU alone touches needs no pinning
 
 
 class SegmentStore:
-    """Every segment's flat buffers, zeroed. Kinds: w; if trainable lo (bf16 only), m, v; and grad if it comes to RAM.
+    """Every segment's flat buffers, zeroed. Kinds: w; if trainable `state_kinds`, and grad if it comes to RAM.
 
-    A segment whose plan says state "hbm" lives on `device` alone; all others in RAM, what travels (w, grad; lo, m, v if
-    the plan says update "device") pinned when `device` is a CUDA device (`pinned` says what was reached; a refusal is
-    also warned of), or, where the plan says so, on disk: in a nameless file in `disk_folder`, reached through landing
-    slots in RAM (`disk`). Where the update runs on the device, the gradient stays in its slot; in a plan of two passes
-    none has a home, and those on their way to the host's updates share landing slots (`landed_grad`).
+    `state_kinds`: lo (bf16 only), m, v, and what the layouts list besides. A segment whose plan says state "hbm" lives
+    on `device` alone; all others in RAM, what travels (w, grad; state if the plan says update "device") pinned when
+    `device` is a CUDA device (`pinned` says what was reached; a refusal is also warned of), or, where the plan says so,
+    on disk: in a nameless file in `disk_folder`, reached through landing slots in RAM (`disk`). Where the update runs
+    on the device, the gradient stays in its slot; in a plan of two passes none has a home, and those on their way to
+    the host's updates share landing slots (`landed_grad`).
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SegmentStore:
         self.layouts: Mapping[str, Layout] = MappingProxyType({layout.segment: layout for layout in layouts})
         self.precision: Precision = precision
         self.device = device
+        self.state_kinds = tuple(layouts[0].state_bytes(self.dtype("w").itemsize))
         self.pinned: Pinned | None = None
         self.disk: DiskHomes | None = None
         self._landing_grads = 0  # slots
@@ -60,7 +62,7 @@ class SegmentStore:
         self._visited: tuple[str, ...] = ()  # segment and kinds that landing slot 0 holds as they are on disk
         self._homes: dict[tuple[str, str], tuple[int, Tier]] = {}  # -> elements and where they live
         in_two_passes = plan.clip_mode == "two-pass"
-        table = [item for layout in layouts for item in _kinds(layout, plans[layout.segment], precision)]
+        table = [item for layout in layouts for item in _kinds(layout, plans[layout.segment], self.state_kinds)]
         if in_two_passes:
             table = [row for row in table if row[1] != "grad"]
         travels, stays, on_disk = [], [], []
@@ -112,7 +114,7 @@ class SegmentStore:
         """The element type of a kind at this store's precision."""
         if kind == "w":
             return torch.bfloat16 if self.precision == "bf16" else torch.float32
-        return _DTYPES[kind]
+        return _DTYPES.get(kind, torch.float32)
 
     def kinds(self, segment: str) -> tuple[str, ...]:
         """The kinds this segment has a buffer of."""
@@ -187,8 +189,11 @@ class SegmentStore:
         return w.to(torch.float32, copy=True)
 
     def set_master(self, segment: str, entry: Entry, values: Tensor, start: int = 0) -> None:
-        """Stores fp32 `values` (1-D, RAM) as elements from `start` on of one tensor's master."""
+        """Stores fp32 `values` (1-D, RAM) as elements from `start` on of one tensor's master, where its average, if one
+        is kept, starts anew."""
         where = _within(entry, start, start + values.numel())
+        if entry.tensor.trainable and "ema" in self.state_kinds:
+            self.flat(segment, "ema")[where].copy_(values)
         if self.precision == "fp32":
             self.flat(segment, "w")[where].copy_(values)
             return
@@ -246,13 +251,15 @@ class SegmentStore:
         self._arenas.clear()
 
 
-def _kinds(layout: Layout, plan: SegmentPlan, precision: Precision) -> Iterator[tuple[str, str, int, Tier]]:
+def _kinds(
+    layout: Layout, plan: SegmentPlan, state_kinds: Sequence[str]
+) -> Iterator[tuple[str, str, int, Tier]]:
     """(segment, kind, elements, tier) of each buffer the segment needs."""
     in_hbm = plan.state == "hbm"
     yield layout.segment, "w", layout.num_elements, "hbm" if in_hbm else plan.weights_home
     if not layout.num_trainable:
         return
-    for kind in ("lo", "m", "v") if precision == "bf16" else ("m", "v"):
+    for kind in state_kinds:
         yield layout.segment, kind, layout.num_trainable, plan.state
     if not plan.updates_on_device:
         yield layout.segment, "grad", layout.num_trainable, "ram"
