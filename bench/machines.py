@@ -71,6 +71,7 @@ def best_fit(spec: ModelSpec, gpu_gib: int) -> Fit | None:
             train_batch_size=BATCH_ROWS,
             micro_batch_tokens=tokens,
             loss_chunk_tokens=chunk,
+            clip_mode="deferred",
         )
         question = question_of(spec, resolved(asked, "cuda", 16), on, ASSUMED["cuda"])
         ram_bytes, disk_bytes = least_bytes(question, "ram"), least_bytes(question, "disk")
