@@ -1,5 +1,5 @@
-"""`megatrain plan`: for a config, a model folder or its config.json alone, for this machine or another, as text, as JSON
-and as a picture; and `train --plan` follows an edited plan."""
+"""`megatrain plan`: for a config, a model folder or its config.json alone, for this machine or another, as text, JSON
+and a picture; and `train --plan` follows an edited plan."""
 
 from __future__ import annotations
 
@@ -125,3 +125,13 @@ def test_training_follows_an_edited_plan_to_the_same_bits(
     usual, mine = bits(tmp_path / "usual", 2), bits(tmp_path / "mine", 2)
     assert usual.keys() == mine.keys()
     assert all(bool((usual[name] == mine[name]).all()) for name in usual)
+
+
+def test_a_run_in_two_passes_has_the_same_bits(run_config: Path, tmp_path: Path) -> None:
+    short = ("max_steps=2", "eval_steps=2")
+    assert megatrain("train", run_config, *short, f"output_dir={tmp_path}/one", "clip_mode=deferred") == 0
+    assert megatrain("train", run_config, *short, f"output_dir={tmp_path}/two", "clip_mode=two-pass") == 0
+    assert json.loads((tmp_path / "two/plan.json").read_text())["plan"]["clip_mode"] == "two-pass"
+    one, two = bits(tmp_path / "one", 2), bits(tmp_path / "two", 2)
+    assert one.keys() == two.keys()
+    assert all(bool((one[name] == two[name]).all()) for name in one)
