@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutation import (
+    faults_average,
     faults_core,
     faults_data,
     faults_disk,
@@ -30,6 +31,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         faults_disk,
         faults_gpu,
         faults_core,
+        faults_average,
     )
     for mutant in faults.MUTANTS
 )
