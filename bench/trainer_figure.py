@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, GAP = 760, 560, 64, 16, 34, 64
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, GAP = 760, 580, 64, 16, 34, 68
 PANEL = (HEIGHT - TOP - 2 * GAP) / 2
 COLOURS = ("#1f1f1f", "#d1495b", "#6c8ead", "#2e7d32", "#c9a227")
 FLOOR = 1e-8  # a difference of zero is drawn here
@@ -39,7 +39,7 @@ def figure(result: Mapping[str, Any]) -> str:
         if curve is not reference:
             parts.append(_line(gap, colour, lambda y: bottom + PANEL * max(0.0, -math.log10(y)) / 8))
         at = list(runs).index(name)
-        x, y = LEFT + 250 * (at % 3), bottom + PANEL + 26 + 18 * (at // 3)
+        x, y = LEFT + 340 * (at % 2), bottom + PANEL + 24 + 18 * (at // 2)
         parts.append(f'<rect x="{x}" y="{y - 9}" width="12" height="4" fill="{colour}"/>')
         parts.append(_text(x + 18, y - 3, escape(name)))
     return "\n".join([*parts, "</svg>"]) + "\n"
