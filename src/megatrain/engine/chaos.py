@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatrain.engine.executor import Handler
-from megatrain.engine.lanes import ChaosLane, LaneDevice, StreamLane, lane_devices
+from megatrain.engine.lanes import LaneDevice, SlowLane, StreamLane, lane_devices
 from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 
 SLOT_POOLS = ("w", "g", "s", "act", "h", "dact", "land.w", "land.state", "land.grad")
@@ -58,7 +58,7 @@ class Chaos:
         # Dice of its own for each lane: with one set for all, the order of threads would decide who gets which delay,
         # and a seed could not be played again.
         return {
-            lane: ChaosLane(inner, self._delay(inner, random.Random(f"{self._seed} {lane}")))
+            lane: SlowLane(inner, self._delay(inner, random.Random(f"{self._seed} {lane}")))
             for lane, inner in lane_devices(device).items()
         }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +15,7 @@ from megatrain import optim
 from megatrain.engine.chaos import Chaos
 from megatrain.engine.executor import Executor
 from megatrain.engine.handlers import Disturb, Handlers, Step, undisturbed
-from megatrain.engine.lanes import lane_devices
+from megatrain.engine.lanes import drained_lanes, lane_devices
 from megatrain.engine.places import Places
 from megatrain.engine.rules import HostRule, device_rule, with_average
 from megatrain.engine.trace import Trace
@@ -25,8 +27,13 @@ from megatrain.schedule.build import Program, build
 from megatrain.schedule.liveness import dead_after
 from megatrain.schedule.ops import Place, Schedule
 from megatrain.schedule.plan import Plan
+from megatrain.schedule.waits import one_by_one
 from megatrain.store.store import SegmentStore
 from megatrain.store.waiting import WaitingInputs
+
+SYNC = "MEGATRAIN_SYNC"  # in the environment, not empty: one op at a time, to find the op at which a run crashes
+
+log = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)
@@ -95,8 +102,12 @@ class Engine:
             numerics.label_smoothing,
         )
         self._chaos = chaos
+        self._one_by_one = bool(os.environ.get(SYNC))
+        if self._one_by_one:
+            log.warning("%s is set: one op at a time, each waited for; the same bits, slower", SYNC)
         if chaos is None:
-            self._executor = Executor(lane_devices(device), self._handlers.table)
+            lanes = drained_lanes(device) if self._one_by_one else lane_devices(device)
+            self._executor = Executor(lanes, self._handlers.table)
         else:
             self._executor = Executor(chaos.lanes(device), chaos.table(self._handlers.table, places.poison))
         self._pending = False
@@ -176,7 +187,8 @@ class Engine:
         """The schedule of `program` as it would run now."""
         key = (program, num_micro_batches, self._pending)
         if key not in self._schedules:
-            self._schedules[key] = build(self.plan, program, num_micro_batches, self._pending)
+            schedule = build(self.plan, program, num_micro_batches, self._pending)
+            self._schedules[key] = one_by_one(schedule) if self._one_by_one else schedule
         return self._schedules[key]
 
     def _run(self, program: Program, step: Step) -> Trace:

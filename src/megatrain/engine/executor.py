@@ -81,9 +81,9 @@ class Executor:
             with compute.context():
                 self._issue(run, Lane.COMPUTE, compute)
             run.done.wait()
-        except BaseException as error:  # Ctrl-C between two ops: else lanes would wait for ever for this one
-            run.fail(error)
-            raise
+        finally:
+            if not run.done.is_set():  # Ctrl-C between two ops: else lanes would wait for ever for this one
+                run.fail(KeyboardInterrupt())
         if run.error is not None:
             raise run.error
         return Trace(tuple(TraceRow(op, start, end) for rows in run.rows.values() for op, start, end in rows))
@@ -107,6 +107,9 @@ class Executor:
             try:
                 part()
             except BaseException as error:  # noqa: BLE001 - it reaches the caller through the run
+                unfinished = run.ops[lane][len(run.rows[lane]) :]
+                if unfinished:
+                    error.add_note(f"op: {to_text(unfinished[:1]).strip()}")
                 run.fail(error)
         run.lane_finished()
 
@@ -117,15 +120,11 @@ class Executor:
                 run.tokens[name].issued.wait()
             if run.error is not None:
                 return
-            try:
-                for name in op.waits:
-                    device.wait(run.tokens[name].mark)
-                start = device.mark()
-                self._handlers[op.kind](op)
-                end = device.mark()
-            except BaseException as error:
-                error.add_note(f"op: {to_text([op]).strip()}")
-                raise
+            for name in op.waits:
+                device.wait(run.tokens[name].mark)
+            start = device.mark()
+            self._handlers[op.kind](op)
+            end = device.mark()
             if op.records is not None:
                 token = run.tokens[op.records]
                 token.mark = end

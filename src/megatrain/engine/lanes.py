@@ -70,18 +70,18 @@ class StreamLane:
         self.stream.synchronize()
 
 
-class ChaosLane:
-    """A lane whose ops start late: `delay` is called before each op (tests; seeded by the caller)."""
+class SlowLane:
+    """A lane that calls `first` before each mark: before an op starts, and before it counts as done."""
 
-    def __init__(self, inner: LaneDevice, delay: Callable[[], None]) -> None:
+    def __init__(self, inner: LaneDevice, first: Callable[[], None]) -> None:
         self.inner = inner
-        self.delay = delay
+        self.first = first
 
     def context(self) -> AbstractContextManager[object]:
         return self.inner.context()
 
     def mark(self) -> Mark:
-        self.delay()
+        self.first()
         return self.inner.mark()
 
     def wait(self, mark: Mark) -> None:
@@ -91,8 +91,13 @@ class ChaosLane:
         self.inner.drain()
 
 
+def drained_lanes(device: torch.device) -> Mapping[Lane, LaneDevice]:
+    """The lanes of `device`, each of which has drained before an op counts as done: an error comes at its own op."""
+    return {lane: SlowLane(inner, inner.drain) for lane, inner in lane_devices(device).items()}
+
+
 def lane_devices(device: torch.device) -> Mapping[Lane, LaneDevice]:
-    """The lanes of `device`: host threads on the CPU; three CUDA streams and two host threads on a GPU."""
+    """The lanes of `device`: host threads on the CPU; three CUDA streams and three host threads on a GPU."""
     if device.type != "cuda":
         return {lane: HostLane() for lane in Lane}
     streams = (Lane.COMPUTE, Lane.H2D, Lane.D2H)

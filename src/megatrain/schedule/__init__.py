@@ -13,6 +13,7 @@ from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Progr
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
 from megatrain.schedule.simulate import DeadlockError, Sharing, Simulation, Use, simulate
 from megatrain.schedule.text import ScheduleTextError, parse, to_text
+from megatrain.schedule.waits import one_by_one
 
 __all__ = [
     "CELL",
@@ -35,6 +36,7 @@ __all__ = [
     "build",
     "check",
     "dead_after",
+    "one_by_one",
     "parse",
     "peak",
     "rounds",

@@ -34,6 +34,15 @@ class _Hazards:
             self._write[place] = index  # earlier reads stay listed: this write implies them
 
 
+def one_by_one(schedule: Schedule) -> Schedule:
+    """`schedule` with every op waiting for the one listed before it: nothing overlaps, and nothing else changes."""
+    tokens = [f"o{index}" for index in range(len(schedule))]
+    return tuple(
+        replace(op, waits=tuple(tokens[max(0, index - 1) : index]), records=tokens[index])
+        for index, op in enumerate(schedule)
+    )
+
+
 def with_waits(ops: Sequence[Op]) -> Schedule:
     """`ops` with waits, and with tokens on those that are waited for. Any order of lanes then acts like the list.
 
