@@ -12,7 +12,8 @@ UPDATED = """\
         self._rule.update(layout, w, state, g, scalars)
 """
 AVERAGED = """\
-        kernels.average_(state["ema"], w[: layout.num_trainable], state.get("lo"), self._share)
+        masters = w[: layout.num_trainable]
+        kernels.average_(state["ema"], masters, state.get("lo"), self._share, threads=self.threads)
 """
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -30,7 +31,16 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(
         "kernels/average.py",
         KERNEL,
-        ("only the first chunk is averaged", "range(0, ema.numel(), size)", "range(0, min(size, ema.numel()), size)"),
+        (
+            "only the first chunk is averaged",
+            "range(first * size, ema.numel(), threads * size)",
+            "range(first * size, min(size, ema.numel()), threads * size)",
+        ),
+        (
+            "threads leave chunks out",
+            "list(pool.map(every, range(threads)))",
+            "list(pool.map(every, range(threads - 1)))",
+        ),
         ("the average is fused", "part.add_(master.sub(part).mul_(share))", "part.add_(master.sub(part), alpha=share)"),
     ),
     *of(

@@ -143,6 +143,10 @@ MUTANTS: tuple[Mutant, ...] = (
             'table[f"g.{segment.name}"] = layout.num_trainable * 4',
             'table[f"g.{segment.name}"] = layout.num_trainable * 2',
         ),
+    ),
+    *of(
+        "planner/sizes.py",
+        "tests/models/test_families_train.py -k (test_three_steps)and(qwen3_next)",
         (
             "weight slots as small as the smallest block",
             'f"w.{k}": max(pool) * compute_bytes',

@@ -113,7 +113,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "if False:\n            raise run.error",
         ),
         ("done before the other lanes are", "            run.done.wait()\n", ""),
-        ("an interrupt leaves lanes waiting", "                run.fail(KeyboardInterrupt())\n", "                pass\n"),
+        (
+            "an interrupt leaves lanes waiting",
+            "                run.fail(KeyboardInterrupt())\n",
+            "                pass\n",
+        ),
         (
             "a failed lane does not drain",
             "(lambda: self._run_lane(run, lane, device), device.drain):",
