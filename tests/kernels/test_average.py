@@ -17,8 +17,8 @@ SHARE = spec.average_share(0.999)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("values", [training_state, special_state])
-@pytest.mark.parametrize("count", [0, 1, 3, 999, 1000, 1001, 4097])
-def test_every_bit_is_the_specifications(monkeypatch, device, precision, values, count):
+@pytest.mark.parametrize(("count", "threads"), [(0, 1), (1, 1), (3, 3), (999, 1), (1001, 2), (4097, 1), (9999, 3)])
+def test_every_bit_is_the_specifications(monkeypatch, device, precision, values, count, threads):
     monkeypatch.setitem(average.CHUNK_ELEMENTS, device, 1000)
     w, ema, _, _ = values(count, seed=count)
     hi, lo = spec.split(w)
@@ -28,7 +28,7 @@ def test_every_bit_is_the_specifications(monkeypatch, device, precision, values,
         there = torch.from_numpy(hi.view(np.int16)).view(torch.bfloat16).to(device)
         low = torch.from_numpy(lo).to(device)
     found = torch.from_numpy(ema.copy()).to(device)
-    average_(found, there, low, SHARE)
+    average_(found, there, low, SHARE, threads=threads if device == "cpu" else 1)
     same_bits(found.cpu().numpy(), spec.average(ema, w, SHARE))
     if precision == "fp32":
         same_bits(there.cpu().numpy(), w)

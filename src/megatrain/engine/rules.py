@@ -18,6 +18,8 @@ State = Mapping[str, Tensor]  # kind -> a segment's flat buffer of it
 class Rule(Protocol):
     """The update over a segment's flat buffers, and the sums of squares of its tensors."""
 
+    threads: int  # of the CPU, for what a rule does there
+
     def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
         """One step in place over `layout`'s `w` and `state`. Without "lo", `w` is the fp32 master."""
 
@@ -64,6 +66,8 @@ class HostRule:
 class DeviceRule:
     """The Triton kernels over HBM; queued on the current stream."""
 
+    threads = 1
+
     def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
         lo, m, v = state.get("lo"), state["m"], state["v"]
         for span in layout.spans:
@@ -88,12 +92,13 @@ class Averaged:
     def __init__(self, rule: Rule, decay: float) -> None:
         self._rule = rule
         self._share = optim.average_share(decay)
-        self.sums = rule.sums
+        self.sums, self.threads = rule.sums, rule.threads
 
     def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
         """The rule's own, then the average over the trained part of `w`."""
         self._rule.update(layout, w, state, g, scalars)
-        kernels.average_(state["ema"], w[: layout.num_trainable], state.get("lo"), self._share)
+        masters = w[: layout.num_trainable]
+        kernels.average_(state["ema"], masters, state.get("lo"), self._share, threads=self.threads)
 
 
 def with_average(rule: Rule, decay: float | None) -> Rule:
