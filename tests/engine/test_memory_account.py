@@ -1,4 +1,4 @@
-"""What the planner counts for a placement is what the engine and the store take: every tier, to the byte or the page."""
+"""What the planner counts for a placement is what engine and store take: every tier, to the byte or the page."""
 
 from __future__ import annotations
 
