@@ -64,6 +64,9 @@ def test_it_changes_no_weight_and_lives_on_disk_too(run_config: Path, tmp_path: 
     assert same(bits(tmp_path / "disk", 6), bits(tmp_path / "run", 6))
     kept = {name: value for name, value in bits(tmp_path / "run", 6).items() if not name.startswith("ema.")}
     assert same(kept, bits(tmp_path / "without", 6))
+    assert megatrain("eval", tmp_path / "run") == 0, "what reads weights alone has no place for an average"
+    assert megatrain("chat", tmp_path / "run", "--prompt", "a", "--max-tokens", "2") == 0
+    assert megatrain("export", tmp_path / "run", tmp_path / "dcp", "--format", "dcp") == 0
 
 
 def test_it_begins_and_ends_in_a_run_only_on_purpose(

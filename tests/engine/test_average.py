@@ -10,6 +10,7 @@ from megatrain.engine.chaos import Chaos
 from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
+from megatrain.planner import account, sizes
 from megatrain.store import SegmentStore
 from tests import reference
 from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, make_plan, same_bytes
@@ -56,9 +57,13 @@ def differing(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> list
     return [name for name, value in found.items() if value.tobytes() != want[name].tobytes()]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+CHAOS = Chaos(5, max_delay_s=0.001)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("chaos", [None, Chaos(5, max_delay_s=0.001)], ids=["calm", "chaos"])
+@pytest.mark.parametrize(
+    ("precision", "chaos"), [("fp32", None), ("bf16", None), ("bf16", CHAOS)], ids=["calm-fp32", "calm-bf16", "chaos"]
+)
 def test_averages_are_the_references_and_weights_are_as_without(placement, precision, chaos, plain) -> None:
     run = run_of("smollm2", precision, PLACEMENTS[placement], chaos=chaos)
     try:
@@ -117,4 +122,21 @@ def test_four_bytes_a_parameter_where_the_state_is(precision, bytes_each) -> Non
         assert sum(sizes) == bytes_each * layout.num_trainable
         assert store.flat(layout.segment, "ema").dtype == torch.float32
     assert store.num_bytes()["hbm"]["ema"] == 4 * store.layouts["L000"].num_trainable
+    store.close()
+
+
+@pytest.mark.parametrize(("precision", "compute_bytes"), [("bf16", 2), ("fp32", 4)])
+def test_the_planner_counts_what_store_and_engine_make(tmp_path, precision, compute_bytes) -> None:
+    spec = model_spec(tiny_config("llama"))
+    plan = make_plan(spec, Placement(streamed=frozenset({"L000"}), state_on_disk=frozenset({"L001"})))
+    layouts = {segment.name: layout_of(segment, ("ema",)) for segment in spec.segments}
+    shapes = sizes.Shapes(spec, layouts, compute_bytes, 8, 8, compiled=False)
+    slots = sizes.slot_bytes(spec, plan, layouts, compute_bytes, 8)
+    assert slots["s.L000.ema"] == 4 * layouts["L000"].num_trainable
+    assert sum(size for name, size in slots.items() if name.startswith("s.L000")) == sizes.state_bytes(shapes, "L000")
+    store = SegmentStore(list(layouts.values()), precision, plan, torch.device("cpu"), tmp_path)
+    held, rows = store.num_bytes(), {row.component: row.num_bytes for row in account.home_rows(shapes, plan)}
+    assert rows["optimizer state"] == sum(held["ram"][kind] for kind in store.state_kinds)
+    assert rows["optimizer state on disk"] == sum(held["disk"][kind] for kind in store.state_kinds)
+    assert rows["landing slots of the disk"] == held["ram"]["landing"]
     store.close()

@@ -91,6 +91,14 @@ def test_an_update_takes_host_memory_or_hbm() -> None:
     assert use.rate == pytest.approx(28 * RATES.update_params_per_s, rel=0.1)
 
 
+def test_an_average_is_a_pass_more_over_its_bytes() -> None:
+    layouts = {segment.name: layout_of(segment, ("ema",)) for segment in SPEC.segments}
+    costs = Workload(replace(SHAPES, layouts=layouts), RATES, 4, 1024, on_cpu=False).costs
+    host, device = (op_of(Kind.UPDATE, build(PLANS[i], "train", 4, True)) for i in (0, 2))
+    assert costs.seconds(host) == pytest.approx(RATES.op_s + 40 / 28 * BLOCK / RATES.update_params_per_s)
+    assert costs.seconds(device) == pytest.approx(RATES.op_s + 40 * BLOCK / RATES.hbm_Bps)
+
+
 def test_one_table_says_what_a_place_holds_for_costs_and_for_the_arena() -> None:
     slots = slot_bytes(SPEC, PLANS[3], LAYOUTS, 2, 4096)
     assert content_bytes(SHAPES, Place("w", "L000"), "L000") == slots["w.L000"]
