@@ -1,6 +1,6 @@
 """Room card.
 
-Holds: every segment's flat buffers (w, lo, m, v, ema, grad), block inputs that wait in RAM, the masters' split/join rule.
+Holds: every segment's flat buffers (w, state, grad), block inputs that wait in RAM, the masters' split/join rule.
 Takes -> gives: layouts, precision and plan -> buffers and views; fp32 masters -> (w, lo) and back.
 May touch: host and device memory through `memory`.
 Must never: order work, wait on streams, own an offset (`models/layout.py` does).
