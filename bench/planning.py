@@ -52,7 +52,7 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
     spec = model_spec(load_config(made))  # type: ignore[arg-type]
     plan = make_plan(SimpleNamespace(spec=spec), made, row["micro_batches"])  # type: ignore[arg-type]
     layouts = {segment.name: layout_of(segment) for segment in spec.segments}
-    shapes = Shapes(spec, layouts, 2, made.micro_batch_tokens, made.loss_chunk, not made.eager)
+    shapes = Shapes(spec, layouts, 2, made.micro_batch_tokens, made.loss_chunk, not made.eager, fused_loss=True)
     rates = read_machine("h200-125gb").rates
     return predict(Workload(shapes, rates, row["micro_batches"], made.seq, on_cpu=False), plan)
 

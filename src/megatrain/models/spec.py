@@ -68,6 +68,7 @@ class ModelSpec:
     active_parameters: int
     max_positions: int
     active_by_block: tuple[int, ...] = ()  # as active_parameters, of each block; empty: every block is dense
+    logit_copies: int = 0  # of the logits that stay alive between the output product and the loss: scaled, soft-capped
     saved_buffers: tuple[TensorSpec, ...] = ()  # of the blocks: part of checkpoints, never trained, in no segment
 
     @property

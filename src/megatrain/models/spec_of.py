@@ -55,8 +55,17 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         active_parameters=sum(active) - (0 if tied_name else _embedding_elements(model)),
         max_positions=values.get("max_position_embeddings") or NO_LIMIT,
         active_by_block=tuple(active[1:-1]),
+        logit_copies=_logit_copies(values),
         saved_buffers=_saved_buffers(model, family),
     )
+
+
+def _logit_copies(values: Mapping[str, Any]) -> int:
+    """A soft-cap divides, takes tanh, which is saved, and multiplies; a scale multiplies."""
+    if any(values.get(name) for name in ("final_logit_softcapping", "logits_soft_cap")):
+        return 3
+    scales = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+    return int(any(values.get(name) not in (None, 1.0) for name in scales))
 
 
 def _values(config: PreTrainedConfig) -> Mapping[str, Any]:

@@ -36,7 +36,7 @@ class Question:
 
 def question_of(spec: ModelSpec, config: RunConfig, machine: Machine, rates: Rates) -> Question:
     """The question that a resolved config asks of a machine."""
-    shapes = shapes_of(spec, layouts_of(spec, config), config)
+    shapes = shapes_of(spec, layouts_of(spec, config), config, machine.device)
     rows_per_micro_batch = shapes.micro_batch_tokens // config.max_length
     num_micro_batches = -(-config.train_batch_size // rows_per_micro_batch)
     work = Workload(shapes, rates, num_micro_batches, config.max_length, machine.device == "cpu")

@@ -26,7 +26,7 @@ SLACK_DISK_BYTES = 16 * MIB  # of a model folder or checkpoint beside its tensor
 # Saved by autograd ÷ what linear layers take and give, by `compiled`. Seen: eager 1.11 (Llama fp32), 1.23 (Llama bf16),
 # 1.61 (Qwen3 bf16); compiled 0.85 (Llama bf16 on an H200).
 SAVED_SCALE = {False: 1.6, True: 1.0}
-LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms, by compute_bytes (fp32: 9.7 seen)
+LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms on a CPU, by compute_bytes (fp32: 9.7 seen)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Shapes:
     micro_batch_tokens: int
     loss_chunk_tokens: int
     compiled: bool
+    fused_loss: bool = False  # on a GPU the loss reads logits and writes their gradient, and nothing else
 
     @cached_property
     def num_parameters(self) -> int:
@@ -183,10 +184,19 @@ def block_working_bytes(shapes: Shapes) -> int:
 def head_working_bytes(shapes: Shapes) -> int:
     """Peak of HEAD: a chunk's logits with their softmax and gradient, dW before it is added, dL/dh."""
     spec = shapes.spec
-    logits = shapes.loss_chunk_tokens * spec.vocab_size * LOGIT_BYTES[shapes.compute_bytes]
+    logits = shapes.loss_chunk_tokens * spec.vocab_size * logit_bytes(shapes)
     grad = spec.vocab_size * spec.hidden_size * shapes.compute_bytes
     flows = 3 * shapes.micro_batch_tokens * spec.hidden_size * shapes.compute_bytes
     return logits + grad + flows
+
+
+def logit_bytes(shapes: Shapes) -> int:
+    """Of one logit in all its forms: itself, its copies and their gradients, two at a time; more where the framework's
+    cross-entropy widens it."""
+    if not shapes.fused_loss:
+        return LOGIT_BYTES[shapes.compute_bytes]
+    copies = shapes.spec.logit_copies
+    return shapes.compute_bytes * (2 + copies + min(copies, 1))
 
 
 def checkpoint_bytes(shapes: Shapes) -> int:
@@ -201,10 +211,11 @@ def layouts_of(spec: ModelSpec, config: RunConfig) -> dict[str, Layout]:
     return {segment.name: layout_of(segment, extra_state) for segment in spec.segments}
 
 
-def shapes_of(spec: ModelSpec, layouts: Mapping[str, Layout], config: RunConfig) -> Shapes:
-    """Shapes of a resolved config."""
+def shapes_of(spec: ModelSpec, layouts: Mapping[str, Layout], config: RunConfig, device: str) -> Shapes:
+    """Shapes of a resolved config on "cpu" or "cuda"."""
     tokens, chunk_tokens = resolved_tokens(config)
-    return Shapes(spec, layouts, 2 if config.precision == "bf16" else 4, tokens, chunk_tokens, bool(config.compile))
+    compute_bytes = 2 if config.precision == "bf16" else 4
+    return Shapes(spec, layouts, compute_bytes, tokens, chunk_tokens, bool(config.compile), device == "cuda")
 
 
 def resolved_tokens(config: RunConfig) -> tuple[int, int]:
