@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatrain.engine.chaos import Chaos
+from megatrain.engine.trace import Trace
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
 from tests import reference
@@ -257,3 +258,32 @@ def test_frozen_tensors_keep_every_bit_and_have_no_state():
     assert len(frozen) > 10
     for name in frozen:
         assert state[name][0].tobytes() == masters[name].tobytes()
+
+
+@pytest.mark.parametrize("placement", [TWO_SLOTS, Placement(two_pass=True)], ids=["deferred", "two passes"])
+def test_ctrl_c_right_behind_a_program_loses_no_update_and_counts_it(
+    monkeypatch: pytest.MonkeyPatch, placement: Placement
+) -> None:
+    config = tiny_config("llama")
+    masters = tiny_masters(model_spec(config))
+    runs = [Streamed(config, masters, TOKENS, precision="fp32", placement=p) for p in (placement, TWO_SLOTS)]
+    run, other = runs
+    run.train(batches()[:1], HYPERS[:1])
+    busy_s, programs = Trace.busy_s, []
+
+    def interrupted(trace: Trace) -> dict[str, float]:
+        programs.append(trace)
+        if len(programs) == (2 if placement.two_pass else 1):
+            raise KeyboardInterrupt
+        return busy_s(trace)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trace, "busy_s", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(batches()[1:2], HYPERS[1:2])
+    assert run.engine.applied_steps == 2
+    run.train(batches()[2:], HYPERS[2:])
+    other.train(batches(), HYPERS)
+    assert same_bytes(run.state(), other.state()) == []
+    for each in runs:
+        each.close()

@@ -62,8 +62,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "inv_denominator=1.0 / num_supervised",
             "inv_denominator=1.0 / (num_supervised + 1)",
         ),
-        ("the step count does not advance", "self.applied_steps += applied", "self.applied_steps += 0"),
-        ("a pending update is forgotten", "        self._pending = deferred\n", "        self._pending = False\n"),
+        ("the step count does not advance", "self.applied_steps += self._handlers.cell.applies", "pass"),
+        ("a pending update is forgotten", 'self._pending = program == "train"', "self._pending = False"),
     ),
     *of(
         "engine/places.py",

@@ -138,15 +138,12 @@ class Engine:
         lanes_s = Counter(self._run("train" if deferred else "norm", program).busy_s())
         cell = self._handlers.cell
         assert cell is not None
-        applied = cell.scalars is not None
-        if not deferred and applied:
+        if not deferred and cell.applies:
             lanes_s.update(self._run("apply", program).busy_s())
-        self.applied_steps += applied
-        self._pending = deferred
         return StepResult(
             loss=cell.loss_sum / num_supervised,
             grad_norm=cell.norm,
-            applied=applied,
+            applied=cell.applies,
             bad_tensor=cell.bad_tensor,
             step_s=time.perf_counter() - started,
             lanes_s=dict(lanes_s),
@@ -161,7 +158,6 @@ class Engine:
         for start in range(0, len(micro_batches), self.plan.round_micro_batches):
             group = micro_batches[start : start + self.plan.round_micro_batches]
             self._run("eval", Step(micro_batches=[self._place(batch) for batch in group]))
-            self._pending = False
             names = [str(Place("loss", "", m)) for m in range(len(group))]
             for (loss,) in self._handlers.scalars.get(names):
                 total += loss
@@ -170,13 +166,11 @@ class Engine:
     def save(self, write_segment: Callable[[str], None]) -> None:
         """Apply every pending update and call `write_segment(name)` for each segment as soon as it is final."""
         self._run("save", Step(write_segment=write_segment))
-        self._pending = False
 
     def flush(self) -> None:
         """Apply every pending update."""
         if self._pending:
             self._run("flush", Step())
-            self._pending = False
 
     def close(self) -> None:
         """Stop the lanes. A pending update is not applied: `flush` first."""
@@ -202,7 +196,11 @@ class Engine:
         if self._chaos is not None:
             self._chaos.begin(schedule)
         self.trace = trace = self._executor.run(schedule)
-        self._unfinished = False
+        if program in ("train", "apply"):
+            assert self._handlers.cell is not None
+            self.applied_steps += self._handlers.cell.applies
+        self._pending = program == "train"  # whatever was pending before, this program has applied
+        self._unfinished = False  # last: Ctrl-C before this leaves nothing that could be updated twice
         return trace
 
     def _last_use_of(self, schedule: Schedule) -> Mapping[int, Sequence[Place]]:

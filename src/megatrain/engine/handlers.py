@@ -35,6 +35,11 @@ class Cell:
     scalars: optim.Scalars | None
     bad_tensor: str | None  # the first tensor, in checkpoint-name order, whose gradient is not finite
 
+    @property
+    def applies(self) -> bool:
+        """Whether the step changes anything."""
+        return self.scalars is not None
+
 
 KeyOf = Callable[[int], int | None]  # the number of a micro-batch -> what its random numbers are drawn from
 Disturb = Callable[[Tensor, TokenBatch, int], Tensor]  # (h_1TD, its micro-batch, the number of that) -> h_1TD
@@ -127,7 +132,7 @@ class Handlers:
 
     def spill(self, op: Op) -> None:
         assert self.cell is not None
-        if self.cell.scalars is None:
+        if not self.cell.applies:
             return  # a skipped step changed nothing: the drive keeps what it has, and is spared
         self.store.spill(op.segment, self.places.landing_slots(op.reads))
 
