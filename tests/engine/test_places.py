@@ -50,3 +50,22 @@ def test_state_at_home_and_in_its_slot_are_two_memories_of_one_form(precision, k
         assert slot[kind].view(torch.uint8).eq(0xFF).all()
         assert not home[kind].view(torch.uint8).any(), "the home is zeroed and must stay so"
     store.close()
+
+
+def test_a_landing_slot_is_poisoned_once_the_copy_from_it_has_happened(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """On a GPU the last read is a copy on a stream, which the handler has only queued; the poison is the host's."""
+    plan = make_plan(SPEC, Placement(weights_on_disk=STREAMED))
+    store = SegmentStore(list(LAYOUTS.values()), "bf16", plan, torch.device("cpu"), tmp_path)
+    places = Places(SPEC, plan, store, torch.device("cpu"), torch.bfloat16, 8)
+    slot, seen = Place("land.w", 1), []
+
+    class Stream:
+        def synchronize(self) -> None:
+            seen.append(bool(places.flat(slot, "L000").isnan().any()))
+
+    monkeypatch.setattr(store, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    places.poison(slot)
+    assert seen == [False]
+    assert places.flat(slot, "L000").isnan().all()
+    store.close()

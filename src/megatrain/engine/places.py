@@ -99,6 +99,8 @@ class Places:
     def poison(self, place: Place) -> None:
         """For tests: fill a slot nobody will read again with NaN. Homes in HBM (state "hbm") are left alone."""
         slots = self.landing_slots([place])
+        if slots and self._store.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the last read may be a copy that is only queued
         for kind, slot in slots.items():
             self._store.poison_landing(kind, slot)
         if slots:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatrain.memory import HostArena, Pinned, register, unregister
+from megatrain.memory import HostArena, Pinned, padded, register, unregister
 from megatrain.models.layout import Entry, Layout
 from megatrain.planner.landing import landing_bytes
 from megatrain.schedule.plan import Plan, SegmentPlan, Tier
@@ -22,7 +22,6 @@ from megatrain.store.master import join_master, split_master
 
 Precision = Literal["bf16", "fp32"]
 
-PAGE_BYTES = 4096
 _DTYPES = {"lo": torch.int16}  # of kinds that are not fp32; w is what the precision says
 _TRAVELS = ("w", "grad")  # what DMA reads and writes; state seldom: what the CPU alone touches needs no pinning
 
@@ -95,7 +94,7 @@ class SegmentStore:
         offsets_bytes, total_bytes = [], 0
         for _, kind, count in rows:
             offsets_bytes.append(total_bytes)
-            total_bytes += -(-count * self.dtype(kind).itemsize // PAGE_BYTES) * PAGE_BYTES
+            total_bytes += padded(count * self.dtype(kind).itemsize)
         if not total_bytes:
             return
         arena = HostArena(total_bytes)
@@ -251,9 +250,7 @@ class SegmentStore:
         self._arenas.clear()
 
 
-def _kinds(
-    layout: Layout, plan: SegmentPlan, state_kinds: Sequence[str]
-) -> Iterator[tuple[str, str, int, Tier]]:
+def _kinds(layout: Layout, plan: SegmentPlan, state_kinds: Sequence[str]) -> Iterator[tuple[str, str, int, Tier]]:
     """(segment, kind, elements, tier) of each buffer the segment needs."""
     in_hbm = plan.state == "hbm"
     yield layout.segment, "w", layout.num_elements, "hbm" if in_hbm else plan.weights_home

@@ -7,9 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from megatrain.memory import HostArena, Pinned, register, unregister
-
-PAGE_BYTES = 4096
+from megatrain.memory import HostArena, Pinned, padded, register, unregister
 
 
 class WaitingInputs:
@@ -25,7 +23,7 @@ class WaitingInputs:
         self._round_micro_batches = round_micro_batches
         if not blocks:
             return
-        one_bytes = -(-num_elements * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+        one_bytes = padded(num_elements * dtype.itemsize)
         keys = [(block, m) for block in blocks for m in range(round_micro_batches)]
         self._arena = HostArena(one_bytes * len(keys))
         for index, key in enumerate(keys):
@@ -40,9 +38,11 @@ class WaitingInputs:
         return self._buffers[block, micro_batch % self._round_micro_batches]
 
     def close(self) -> None:
-        """Unpin and give the memory back."""
+        """Unpins and gives the memory back; no copy may be in flight."""
         if self._pinned is not None:
             unregister(self._pinned)
+            self._pinned = None
         self._buffers.clear()
         if self._arena is not None:
             self._arena.close()
+            self._arena = None
