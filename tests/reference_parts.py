@@ -24,9 +24,10 @@ from megatrain.models.neftune import with_noise
 
 def averaged(old: np.ndarray, master: np.ndarray, decay: float) -> np.ndarray:
     """The running average after a step: each fp32 operation on its own."""
-    way = np.subtract(master, old, dtype=np.float32)
-    part = np.multiply(way, np.float32(1.0 - decay), dtype=np.float32)
-    return np.add(old, part, dtype=np.float32)
+    with np.errstate(invalid="ignore"):  # Inf has no average
+        way = np.subtract(master, old, dtype=np.float32)
+        part = np.multiply(way, np.float32(1.0 - decay), dtype=np.float32)
+        return np.add(old, part, dtype=np.float32)
 
 
 def tables_by_document(model: PreTrainedModel, packing: Packing) -> None:

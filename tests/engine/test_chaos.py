@@ -28,7 +28,7 @@ from tests import reference
 from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, make_plan, same_bytes
 from tests.families import tiny_batch, tiny_config, tiny_masters
 
-TOKENS, STEPS = 24, 3
+TOKENS, STEPS, DECAY = 24, 3, 0.9
 POISON = 95  # a token whose embedding is Inf: a step that reads it is not finite
 HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(STEPS)]
 MODELS = {  # name -> (family, patterns of frozen tensors, the step that is not finite)
@@ -50,6 +50,7 @@ class Story:
     placement: Placement
     between: tuple[str, ...]  # what happens after each step
     max_delay_s: float
+    ema_decay: float | None
 
 
 def story(seed: int) -> Story:
@@ -62,7 +63,8 @@ def story(seed: int) -> Story:
     while not possible(make_plan(spec, placement)):
         placement = placed(dice, [segment.name for segment in spec.segments])
     between = tuple(dice.choice(["", "", "evaluate", "flush", "save"]) for _ in range(STEPS))
-    return Story(model, dice.choice(["fp32", "bf16"]), placement, between, dice.choice([0.0001, 0.0004, 0.001]))
+    precision, max_delay_s = dice.choice(["fp32", "bf16"]), dice.choice([0.0001, 0.0004, 0.001])
+    return Story(model, precision, placement, between, max_delay_s, dice.choice([None, DECAY]))
 
 
 def placed(dice: random.Random, names: Sequence[str]) -> Placement:
@@ -123,7 +125,7 @@ def plain(model: str, precision: str) -> reference.Result:
     masters, steps = setting(model)
     result = reference.train(
         tiny_config(family), masters, steps, HYPERS, precision=precision, max_grad_norm=1.0, chunk_tokens=CHUNK_TOKENS,
-        freeze=freeze,
+        freeze=freeze, ema_decay=DECAY,
     )  # fmt: skip
     finite = [np.isfinite(norm) for norm in result.grad_norms]
     assert finite == [step != bad_step for step in range(STEPS)]
@@ -139,7 +141,7 @@ def told(seed: int) -> list[str]:
     chaos = Chaos(seed, max_delay_s=tale.max_delay_s)
     run = Streamed(
         tiny_config(family), masters, TOKENS, precision=tale.precision, placement=tale.placement, chaos=chaos,
-        freeze=freeze,
+        freeze=freeze, ema_decay=tale.ema_decay,
     )  # fmt: skip
     found = []
     try:
@@ -154,9 +156,18 @@ def told(seed: int) -> list[str]:
                 "flush": run.engine.flush,
                 "save": lambda: run.engine.save(lambda _: None),
             }[then]()
+        if tale.ema_decay is not None:
+            averages = run.averages()
+            assert averages.keys() == want.averages.keys()
+            found += [f"{name}.ema" for name, x in averages.items() if bits(x) != bits(want.averages[name])]
         return found + same_bytes(run.state(), want.state)
     finally:
         run.close()
+
+
+def bits(values: np.ndarray) -> bytes:
+    """The bits, of every NaN the same: an average of Inf is one, and which one differs between processors."""
+    return np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf).tobytes()
 
 
 def told_all(seeds: range) -> None:
