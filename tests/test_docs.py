@@ -51,3 +51,31 @@ def test_extras_of_the_install_page_are_those_of_the_package() -> None:
     named = set(re.findall(r"^\| `megatrain\[(\w+)\]`", text, re.MULTILINE)) | set(re.findall(r"`\[(\w+)\]`", text))
     section = (ROOT / "pyproject.toml").read_text("utf-8").split("[project.optional-dependencies]")[1].split("\n[")[0]
     assert named == set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
+DEFINED = re.compile(r"def (\w+)\(((?:[^()]|\([^()]*\))*)\)")
+
+
+def signatures() -> dict[str, list[tuple[str, ...]]]:
+    """Name -> the parameters of every function of the package that is called so."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                given = node.args
+                variadic = [given.vararg] if given.vararg else []
+                names = [a.arg for a in (*given.posonlyargs, *given.args, *variadic, *given.kwonlyargs)]
+                found.setdefault(node.name, []).append(tuple(names))
+    return found
+
+
+def test_signatures_of_the_architecture_page_are_those_of_the_program() -> None:
+    """The page may leave out the last parameters; it may not name others, or in another order."""
+    known = signatures()
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/architecture.md").read_text("utf-8"), re.DOTALL)
+    shown = DEFINED.findall("\n".join(blocks))
+    assert len(shown) > 30
+    for name, parameters in shown:
+        words = re.sub(r"\[[^]]*]", "", parameters).split(",")
+        named = tuple(filter(None, (re.split("[:=]", word)[0].strip(" *\n") for word in words)))
+        assert any(real[: len(named)] == named for real in known.get(name, ())), f"{name}{named}: {known.get(name)}"
