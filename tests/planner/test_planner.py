@@ -196,3 +196,17 @@ def test_a_model_that_is_only_read_is_planned_too() -> None:
     assert not any(segment.trainable for segment in plan.segments)
     assert all(segment.weights == "own" for segment in plan.segments), "weights that fit stay in HBM"
     assert table.overall == "FITS"
+
+
+def test_a_refusal_names_the_average_where_that_is_what_does_not_fit() -> None:
+    spec, kept = spec_of(8, 1024), config_of("cpu", ema_decay=0.9)
+    without = kept.model_copy(update={"ema_decay": None})
+    tables = [plan_run(spec, config, CPU)[1] for config in (kept, without)]
+    for row, copies in (("optimizer state", 1), ("checkpoints (3)", 3)):
+        more = row_bytes(tables[0], row) - row_bytes(tables[1], row)
+        assert 0 <= more - 4 * copies * spec.num_parameters < sizes.MIB, row
+    disk = sum(table.total_bytes("disk") for table in tables) // 2  # room for the checkpoints of one of the two
+    small = replace(CPU, disk_free_bytes=disk)
+    table = plan_run(spec, kept, small)[1]
+    assert table.overall == "NO"
+    assert "these changes would fit: ema_decay: null" in str(misfit(spec, kept, small, table))

@@ -80,6 +80,8 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield "round_micro_batches: 1", config.model_copy(update={"round_micro_batches": 1})
     if config.save_strategy != "no" and config.save_total_limit > 2:
         yield "save_total_limit: 2", config.model_copy(update={"save_total_limit": 2})
+    if config.ema_decay is not None:
+        yield "ema_decay: null", config.model_copy(update={"ema_decay": None})
 
 
 def _halves(value: int, least: int) -> Iterator[int]:
