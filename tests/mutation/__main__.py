@@ -82,7 +82,8 @@ def main() -> int:
     killed = sum(v.killed for v in verdicts)
     print(f"{killed} of {len(verdicts)} killed ({killed / len(verdicts):.1%})")
     if not args.only:
-        rows = [asdict(verdict) for verdict in verdicts]
+        place = {(mutant.file, mutant.fault): number for number, mutant in enumerate(MUTANTS)}
+        rows = [asdict(verdict) for verdict in sorted(verdicts, key=lambda v: place[v.file, v.fault])]
         (ROOT / "docs/mutants.md").write_text(page(rows, ROOT / "docs/mutants.md"), "utf-8")
     return 0 if killed >= NEEDED * len(verdicts) else 1
 
