@@ -9,6 +9,7 @@ import pytest
 
 from megatrain.engine.chaos import Chaos
 from megatrain.engine.trace import Trace
+from megatrain.errors import PlanError
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
 from tests import reference
@@ -287,3 +288,18 @@ def test_ctrl_c_right_behind_a_program_loses_no_update_and_counts_it(
     assert same_bytes(run.state(), other.state()) == []
     for each in runs:
         each.close()
+
+
+def test_a_step_that_the_plan_refuses_leaves_the_engine_as_it_was() -> None:
+    config = tiny_config("llama")
+    masters = tiny_masters(model_spec(config))
+    placement = Placement(two_pass=True, round_micro_batches=2)
+    runs = [Streamed(config, masters, TOKENS, precision="fp32", placement=p) for p in (placement, TWO_SLOTS)]
+    (steps, *_) = batches()
+    with pytest.raises(PlanError, match="5 micro-batches and a round 2"):
+        runs[0].train([steps], HYPERS[:1])
+    for run in runs:
+        run.train([steps[:2]], HYPERS[:1])
+    assert same_bytes(runs[0].state(), runs[1].state()) == []
+    for run in runs:
+        run.close()

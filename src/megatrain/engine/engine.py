@@ -189,8 +189,8 @@ class Engine:
         if self._unfinished:
             # some of its updates may have run and some not: nothing may be trained, evaluated or saved from this state
             raise RuntimeError("the engine stopped in the middle of a program; resume from a checkpoint")
-        self._unfinished = True
         schedule = self.schedule(program, len(step.micro_batches))
+        self._unfinished = True
         step.last_use = self._last_use_of(schedule)
         self._handlers.step = step
         if self._chaos is not None:
