@@ -12,8 +12,9 @@ from megatrain.engine.trace import Trace
 from megatrain.errors import PlanError
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
+from megatrain.schedule import Kind, build
 from tests import reference
-from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
+from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, make_plan, same_bytes
 from tests.families import FAMILIES, tiny_batch, tiny_config, tiny_masters
 
 TOKENS = 40
@@ -26,7 +27,7 @@ PLACEMENTS = {
     "three rounds": Placement(round_micro_batches=2),
     "a round a micro-batch": Placement(round_micro_batches=1, weight_slots=3),
     "inputs offloaded": Placement(offload=True),
-    "inputs offloaded, rounds": Placement(offload=True, act_slots=3, round_micro_batches=2),
+    "inputs offloaded, rounds": Placement(offload=True, weight_slots=3, round_micro_batches=2),
     "two passes": Placement(two_pass=True),
     "two passes, some at home": Placement(two_pass=True, resident=frozenset({"EMBED", "L001"}), offload=True),
     "kept activations": Placement(keep=True),
@@ -118,6 +119,15 @@ def test_no_placement_changes_a_bit(family, placement, plain):
 def test_no_placement_changes_a_bit_in_bf16(placement, plain):
     _, state = streamed("smollm2", "bf16", _fitting("smollm2", PLACEMENTS[placement]))
     assert same_bytes(state, plain("smollm2", "bf16").state) == []
+
+
+@pytest.mark.parametrize("placement", [name for name, placement in PLACEMENTS.items() if placement.offload])
+def test_offloaded_inputs_do_travel(placement):
+    """A model as deep as there are slots would offload nothing, and the tests above prove nothing."""
+    spec = model_spec(tiny_config("gemma3"))
+    plan = make_plan(spec, _fitting("gemma3", PLACEMENTS[placement]))
+    kinds = {op.kind for op in build(plan, "norm" if plan.clip_mode == "two-pass" else "train", 5, False)}
+    assert {Kind.OFFLOAD, Kind.RELOAD} <= kinds
 
 
 def _fitting(family: str, placement: Placement) -> Placement:

@@ -217,4 +217,23 @@ MUTANTS: tuple[Mutant, ...] = (
             "        pass",
         ),
     ),
+    *of(
+        "engine/engine.py",
+        "tests/engine/test_identity.py -k (smollm2)and(passes)",
+        ("the second pass is forgotten", "if not deferred and cell.applies:", "if False:"),
+    ),
+    *of(
+        "engine/handlers.py",
+        "tests/engine/test_identity.py -k (no_placement)and(gemma3)and(offload)",
+        (
+            "inputs are not sent to wait",
+            "copy_in_pieces(self._waiting(op.writes[0]), self.places.hidden(op.reads[0]).flatten())",
+            "pass",
+        ),
+        (
+            "inputs do not come back",
+            "copy_in_pieces(self.places.hidden(op.writes[0]).flatten(), self._waiting(op.reads[0]))",
+            "pass",
+        ),
+    ),
 )

@@ -83,4 +83,10 @@ MUTANTS: tuple[Mutant, ...] = (
             "                last.setdefault(place, index)",
         ),
     ),
+    *of(
+        "schedule/build.py",
+        SCHEDULE,
+        ("the second pass measures again", 'self.program != "apply":', 'self.program != "":'),
+        ("the first pass sends gradients home", 'self.program != "norm":', 'self.program != "":'),
+    ),
 )
