@@ -148,7 +148,12 @@ def test_folders_are_private(write_rows: Write, options: Options, tokenizer: Any
 @pytest.mark.parametrize(("rows", "rest", "message"), [
     ([], {}, "is empty"),
     ([3, "x"], {}, r"none of its 2 rows .*1 × not a JSON object but int.*line 1\); mend"),
-    ([chat("user: hi", "assistant: yes")], {"max_length": 4}, r"1 × all trained tokens lie beyond max_length"),
+    ([chat("user: hi", "assistant: yes")], {"max_length": 4},
+     r"1 × all trained tokens lie beyond max_length.*line 1\); raise max_length, or set truncation: keep_end"),
+    ([chat("user: hi", "assistant: yes")], {"max_length": 4, "truncation": "drop"},
+     r"1 × longer than max_length.*line 1\); raise max_length, or set truncation: keep_start"),
+    ([{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "train": False}]}], {},
+     r"1 × no token of it is trained.*line 1\); look for .* or train other roles"),
     ([chat("user: hi", "assistant: yes")], {"format": "text"}, r"`text` is missing"),
     ([{"prompt": "", "completion": "yes so"}], {}, "every token would be trained"),
     ([{"chosen": "a", "rejected": "b"}], {}, "preference pairs"),

@@ -58,6 +58,19 @@ def test_json_array_with_line_numbers(tmp_path: Path) -> None:
     assert lines(path)[2][0] == lines(path)[1][0] == 4
 
 
+def test_rows_of_an_array_that_is_one_line_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, 7, {"text": "b"}]\n')
+    assert lines(path) == [(1, {"text": "a"}), (2, "not a JSON object but int"), (3, {"text": "b"})]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.MD", "a.txt.gz"])
+def test_a_file_of_plain_text_is_told_how_to_come_in(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("words")
+    with pytest.raises(DataError, match=r'one document a line: \{"text"'):
+        list_files((tmp_path / name,))
+
+
 @pytest.mark.parametrize("text", ['[{"text": "a"}', '[{"text": "a"} {"text": "b"}]', '[{"text": "a"},', "[nonsense]"])
 def test_broken_json_array_names_the_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from megatrain.data.formats import BadSample
+from megatrain.data.formats import BEYOND, LONGER, UNTRAINED, BadSample
 from megatrain.data.options import Truncation
 from megatrain.data.texts import Text
 from megatrain.errors import DataError
@@ -123,11 +123,11 @@ class Encoder:
         truncated = len(ids) > self._max_length
         if truncated:
             if self._truncation == "drop":
-                raise BadSample("longer than max_length")
+                raise BadSample(LONGER)
             kept = slice(0, self._max_length) if self._truncation == "keep_start" else slice(-self._max_length, None)
             ids, trained = ids[kept], trained[kept]
         if not trained[1:].any():
-            raise BadSample("all trained tokens lie beyond max_length" if truncated else "no token of it is trained")
+            raise BadSample(BEYOND if truncated else UNTRAINED)
         return Encoded(ids, trained, truncated)
 
 

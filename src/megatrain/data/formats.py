@@ -39,6 +39,17 @@ class Chat(NamedTuple):
 Sample = Document | Completion | Chat
 
 
+# Reasons that have a remedy of their own.
+BEYOND = "all trained tokens lie beyond max_length"
+LONGER = "longer than max_length"
+UNTRAINED = "no token of it is trained"
+REMEDIES = {
+    BEYOND: "raise max_length, or set truncation: keep_end",
+    LONGER: "raise max_length, or set truncation: keep_start",
+    UNTRAINED: "look for `train: false`, `weight: 0` and empty answers, or train other roles (train_roles)",
+}
+
+
 class BadSample(Exception):
     """This row is left out; the text is the reason in the report. Rows with one reason are counted together."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data.encode import Encoded, Encoder
+from megatrain.data.formats import REMEDIES
 from megatrain.data.options import MAX_LISTED, BadRow, DataOptions, Format, Report
 from megatrain.data.reader import Batch, Request, texts_from_process
 from megatrain.data.rows import list_files
@@ -132,9 +133,11 @@ def _report(options: DataOptions, row_format: Format | None, writer: TokenWriter
         raise DataError(f"dataset {where} is empty: it holds no row")
     if account.rows_out == 0 or row_format is None:
         first = account.bad_rows[0]
-        common = "; ".join(f"{count} × {reason}" for reason, count in account.reasons.most_common(3))
+        reasons = account.reasons.most_common(3)
+        common = "; ".join(f"{count} × {reason}" for reason, count in reasons)
+        remedy = REMEDIES.get(reasons[0][0], "mend the rows, or name the right `format`")
         raise DataError(f"dataset {where}: none of its {account.rows_in} rows can be trained on ({common}; the first "
-                        f"at {first.file} line {first.line}); mend the rows, or name the right `format`")
+                        f"at {first.file} line {first.line}); {remedy}")
     if row_format != "text" and options.assistant_only_loss and writer.num_trained == writer.num_tokens:
         raise DataError(f"dataset {where}: every token would be trained, prompts too, although assistant_only_loss is "
                         "on; check the chat template's generation marks, or set assistant_only_loss: false")

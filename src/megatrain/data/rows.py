@@ -51,7 +51,7 @@ def list_files(paths: tuple[Path, ...]) -> tuple[Path, ...]:
             files += inside
         elif path.is_file():
             if not _kind(path):
-                raise DataError(f"dataset {path} is of no known kind; accepted are {_accepted()}")
+                raise DataError(f"dataset {path} is of no known kind; accepted are {_accepted()}{_instead_of(path)}")
             files.append(path)
         else:
             raise DataError(f"dataset {path} does not exist; give the path of a local file or folder, or "
@@ -80,6 +80,13 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _accepted() -> str:
     return ", ".join(KINDS) + ", the text kinds also as .gz or .zst"
+
+
+def _instead_of(path: Path) -> str:
+    """What to do with a kind of file that people have and that is none of ours."""
+    if {suffix.lower() for suffix in path.suffixes} & {".txt", ".md"}:
+        return '; write plain text as JSONL, one document a line: {"text": "..."}'
+    return ""
 
 
 def _kind(path: Path) -> str | None:
@@ -155,25 +162,30 @@ def _read_array(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise DataError(f"dataset {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
     decoder = json.JSONDecoder()
-    at, counted, line = 1, 0, 1
+    one_line = "\n" not in text.strip()     # then a line says nothing, and rows are counted in its place
+    at, counted, number = 1, 0, 0 if one_line else 1
     while True:
         at = _skip(text, at, " \t\r\n")
         if text[at:at + 1] == "]":
             return
-        line += text.count("\n", counted, at)
+        number += 1 if one_line else text.count("\n", counted, at)
         counted = at
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"dataset {path} line {line}: the JSON array breaks off ({error}); repair it, or use "
-                            "JSONL, where one bad row costs one row") from error
-        yield _object_row(path, line, value)
+            raise _broken_array(path, text[:at], f" ({error})") from error
+        yield _object_row(path, number, value)
         at = _skip(text, at, " \t\r\n")
         if text[at:at + 1] == ",":
             at += 1
         elif text[at:at + 1] != "]":
-            raise DataError(f"dataset {path} line {line}: the JSON array breaks off after this row; repair it, or "
-                            "use JSONL, where one bad row costs one row")
+            raise _broken_array(path, text[:at], " after this row")
+
+
+def _broken_array(path: Path, whole: str, how: str) -> DataError:
+    line = 1 + whole.count("\n")
+    return DataError(f"dataset {path} line {line}: the JSON array breaks off{how}; repair it, or use JSONL, where one "
+                     "bad row costs one row")
 
 
 def _skip(text: str, at: int, characters: str) -> int:

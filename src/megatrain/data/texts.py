@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megatrain.data.formats import BadSample, Chat, Completion, Document, Sample
+from megatrain.data.formats import UNTRAINED, BadSample, Chat, Completion, Document, Sample
 from megatrain.data.sandbox import Span, TemplateSource
 from megatrain.data.template import ASSISTANT, ChatTemplate
 from megatrain.errors import DataError
@@ -51,7 +51,7 @@ class Texts:
             return Text("completion", text, [len(sample.prompt) if self._assistant_only_loss else 0, len(text)])
         text, spans = self._turns(sample)
         if not any(end > start for start, end in spans):
-            raise BadSample("no token of it is trained")
+            raise BadSample(UNTRAINED)
         return Text("chat", text, [edge for span in spans for edge in span])
 
     def _turns(self, chat: Chat) -> tuple[str, list[Span]]:
