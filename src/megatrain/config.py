@@ -61,7 +61,9 @@ class RunConfig(BaseModel):
     eval_dataset: str | None = _key(None, "output", "file or folder of held-out rows")
     output_dir: str = _key("runs/run", "output", "the run folder; one run owns it")
 
-    max_length: int = _key(2048, "data", "tokens of one row; longer samples are cut", ge=8)
+    max_length: int = _key(
+        2048, "data", "tokens of one row; longer samples are cut; left out: fewer if the model knows fewer", ge=8
+    )
     packing: bool = _key(True, "data", "fill rows with several samples, each seeing only itself")
     truncation: Literal["keep_start", "keep_end", "drop"] = _key(
         "keep_start", "data", "what happens to a sample longer than max_length; plain text is cut into rows instead"
@@ -266,11 +268,13 @@ def _refuse_contradictions(config: RunConfig, where: Mapping[str, str]) -> None:
         return
     if any(part.weight is not None for part in config.dataset):
         for part in config.dataset:
-            if part.weight is None or part.repeat is not None:
-                raise ConfigError(
-                    f"{where['dataset']}: dataset {part.path} has no weight, or a repeat too, while others have a "
-                    "weight; give every dataset a weight, or none"
-                )
+            if part.repeat is not None:
+                has = f"a repeat ({part.repeat:g}), and weights share this epoch"
+            elif part.weight is None:
+                has = "no weight, and others have one"
+            else:
+                continue
+            raise ConfigError(f"{where['dataset']}: dataset {part.path} has {has}; give all a weight, or all a repeat")
 
 
 def _widened(key: str, value: object) -> object:
@@ -291,8 +295,17 @@ def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}; {_instead_of(path)}") from None
     return read_config_text(content, str(path), overrides)
+
+
+def _instead_of(path: Path) -> str:
+    """What to do about a config that cannot be read."""
+    if (path / "config.yaml").is_file():
+        return f"it is a run's folder: megatrain resume {path}"
+    if (path / "config.json").is_file():
+        return f"it is a model's folder: megatrain init my.yaml --model {path} writes a config to start from"
+    return "give a YAML file; megatrain init my.yaml writes one to start from"
 
 
 def read_config_text(content: bytes, source: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -69,7 +69,7 @@ dataset: {dataset} # messages, ShareGPT, Alpaca, prompt + completion, text; or [
 output_dir: {output_dir} # config, metrics, log and checkpoints; one run owns it
 
 # The batch of one optimizer step: train_batch_size rows of max_length tokens, filled with whole samples.
-max_length: 2048
+max_length: {max_length}
 packing: true # samples in one row never see each other
 train_batch_size: 8
 num_train_epochs: 1 # or max_steps: 1000
@@ -95,7 +95,7 @@ eval_steps: 100 # the checkpoint with the least loss is BEST and is kept; early_
 _NOT_EVALUATED = "# eval_dataset: held_out.jsonl # then: eval_steps: 100, early_stopping_patience: 3"
 
 
-def starter(model: str, dataset: str, eval_dataset: str | None, path: str) -> str:
+def starter(model: str, dataset: str, eval_dataset: str | None, path: str, max_length: int = 2048) -> str:
     """A commented config file for a first run; `path` is where it will lie."""
     evaluation = _NOT_EVALUATED if eval_dataset is None else _EVALUATED.format(path=yaml_scalar(eval_dataset))
     return _STARTER.format(
@@ -103,5 +103,6 @@ def starter(model: str, dataset: str, eval_dataset: str | None, path: str) -> st
         model=yaml_scalar(model),
         dataset=yaml_scalar(dataset),
         evaluation=evaluation,
+        max_length=max_length,
         output_dir=yaml_scalar(f"runs/{Path(path).stem}"),
     )

@@ -188,6 +188,7 @@ def outputs(tmp_path: Path) -> dict[str, Path]:
         "around the model's": tmp_path,
         "another model's": tmp_path / "other",
         "the data's": tmp_path / "data",
+        "a project's": tmp_path / "project",
         "inside the data's": tmp_path / "data/run",
     }
 
@@ -197,6 +198,7 @@ def test_a_run_shares_its_folder_with_nothing(
     run_config: Path, base: Path, tmp_path: Path, capsys: Captured, which: str
 ) -> None:
     (tmp_path / "data").mkdir()
+    (tmp_path / "project/src").mkdir(parents=True)
     write_rows(tmp_path / "data/a.jsonl", 40)
     shutil.copytree(base, tmp_path / "other")
     out = outputs(tmp_path)[which]

@@ -52,6 +52,10 @@ def test_the_schema_refuses_what_the_reader_refuses(line: str) -> None:
     assert complaints(line)
 
 
+def test_the_starter_asks_for_rows_as_long_as_it_is_told() -> None:
+    assert "\nmax_length: 512\n" in starter("m", "d.jsonl", None, "run.yaml", 512)
+
+
 def test_the_starter_is_a_config_and_says_its_own_name(tmp_path: Path) -> None:
     text = starter("/models/a: b", "d.jsonl", None, "first.yaml")
     (tmp_path / "c.yaml").write_text(text, "utf-8")

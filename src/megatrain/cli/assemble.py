@@ -80,9 +80,9 @@ def planned(
         raise ConfigError(f"device is {config.device}, but the machine plans for {machine.device}; set it to auto")
     local = localized(config)
     source = Path(local.model) if source in (None, Path(config.model)) else source
-    config = resolved(local, machine.device, machine.num_cores)
     hf_config = read_hf_config(source)
     spec = model_spec(hf_config, freeze=config.freeze, allow_unproven=config.allow_unproven)
+    config = resolved(_within_positions(local, spec), machine.device, machine.num_cores)
     if config.max_length > spec.max_positions:
         raise ConfigError(
             f"max_length is {config.max_length}, but the model knows {spec.max_positions} positions; "
@@ -91,6 +91,13 @@ def planned(
     question = question_of(spec, config, machine, rates)
     plan = search(question) if plan_file is None else read_plan(plan_file, spec)
     return Planned(config, source, machine, rates, hf_config, spec, plan, memory_table(question, plan))
+
+
+def _within_positions(config: RunConfig, spec: ModelSpec) -> RunConfig:
+    """`config` with no longer rows than the model knows positions, unless it says how long they are to be."""
+    if "max_length" in config.model_fields_set or config.max_length <= spec.max_positions:
+        return config
+    return config.model_copy(update={"max_length": spec.max_positions})
 
 
 def _here(config: RunConfig) -> tuple[Machine, Rates]:
@@ -152,6 +159,7 @@ def preview_data(config: RunConfig) -> int:
     """Print what would be trained."""
     config = localized(config)
     tokenizer = read_tokenizer(Path(config.model))
+    config = _within_positions(config, model_spec(read_hf_config(Path(config.model)), allow_unproven=True))
     for part in parts_of(config):
         dataset = tokens_of(config, part, tokenizer)
         show.show_preview(part.path, dataset.report, preview(dataset, tokenizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,9 @@ from megatrain.config import RunConfig, read_config, spellings, yaml_scalar
 from megatrain.config_page import starter
 from megatrain.errors import ConfigError
 from megatrain.importers import import_config
+
+POSITIONS = {"max_position_embeddings", "n_positions"}  # what models call the number of positions they know
+MIN_LENGTH = 8  # a shorter max_length is refused
 
 
 def show_config(path: Path, words: Sequence[str]) -> int:
@@ -38,9 +42,21 @@ def import_file(path: Path, tool: str, output: Path | None) -> int:
 
 def init(path: Path, model: str, dataset: str, eval_dataset: str | None) -> int:
     """Write a commented starter."""
-    write_new(path, starter(model, dataset, eval_dataset, str(path)))
+    write_new(path, starter(model, dataset, eval_dataset, str(path), _max_length(Path(model))))
     print(f"{path}: written; next: megatrain plan {path}, megatrain data preview {path}, megatrain train {path}")
     return 0
+
+
+def _max_length(model: Path) -> int:
+    """The default, or less if the model's config.json, where there is one, counts fewer positions."""
+    default: int = RunConfig.model_fields["max_length"].default
+    try:
+        members = json.loads((model / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return default  # a name on the hub, or a model that is fetched later; what is wrong with it, plan says
+    sections = [members, members.get("text_config")] if isinstance(members, dict) else []
+    found = [section[name] for section in sections if isinstance(section, dict) for name in POSITIONS & section.keys()]
+    return min([default, *(count for count in found if isinstance(count, int) and count >= MIN_LENGTH)])
 
 
 def write_new(path: Path, text: str) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatrain.cli.assemble import Planned
 from megatrain.cli.datasets import parts_of
 from megatrain.config import RunConfig
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.errors import CheckpointError, ConfigError, PlanError
+from megatrain.planner.sizes import SLACK_DISK_BYTES
+from megatrain.planner.table import gib
 from megatrain.train.run_folder import OWN_NAMES
 
 
@@ -24,9 +27,36 @@ def refuse_shared_output(config: RunConfig) -> None:
                 f"output_dir {out} and {key} {path} lie one in the other; a run owns its folder: choose a new one "
                 "outside"
             )
+    strangers = _strangers(out)
+    if strangers:
+        named = ", ".join(strangers[:3]) + (", …" if strangers[3:] else "")
+        raise ConfigError(f"output_dir {out} holds other folders ({named}); a run owns its folder: choose a new one")
     run = run_around(out)
     if run is not None:
         raise ConfigError(f"output_dir {out} lies among the files of the run {run}; choose a new folder outside")
+
+
+def _strangers(out: Path) -> list[str]:
+    """Folders in `out` that are no run's: it is a project, or a home. A job's log may lie there."""
+    if not out.is_dir():
+        return []
+    ours = {*OWN_NAMES, "lost+found"}
+    return sorted(
+        path.name for path in out.iterdir() if path.name not in ours and path.name[0] != "." and path.is_dir()
+    )
+
+
+def refuse_no_room(run: Planned) -> None:
+    """PlanError if a run without checkpoints would find no room for its model at the end, when all else is lost."""
+    if run.config.save_strategy != "no":
+        return  # the plan counts checkpoints
+    width_bytes = 2 if run.config.precision == "bf16" else 4
+    needed_bytes, free_bytes = run.spec.num_parameters * width_bytes + SLACK_DISK_BYTES, run.machine.disk_free_bytes
+    if needed_bytes > free_bytes:
+        raise PlanError(
+            f"the model at the end of the run takes {gib(needed_bytes)} in {run.config.output_dir}, {gib(free_bytes)} "
+            "are free; free disk space, or choose an output_dir on another disk"
+        )
 
 
 def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:

@@ -19,7 +19,7 @@ from typing import Annotated, Never
 import typer
 
 from megatrain import __version__
-from megatrain.errors import UserError
+from megatrain.errors import ConfigError, UserError
 
 app = typer.Typer(
     name="megatrain",
@@ -83,10 +83,13 @@ def megatrain(
 @app.command()
 def train(config: ConfigFile, words: Words = None, allow: Allow = None, plan: PlanFile = None) -> None:
     """Train as CONFIG says; goes on where a run in its output_dir stopped."""
-    from megatrain.cli.training import train_config
     from megatrain.config import read_config
 
-    raise typer.Exit(train_config(read_config(config, words or ()), allow or (), plan_file=plan))
+    wanted = read_config(config, words or ())  # before torch is: a mistake in it is answered at once
+
+    from megatrain.cli.training import train_config
+
+    raise typer.Exit(train_config(wanted, allow or (), plan_file=plan))
 
 
 @app.command()
@@ -126,9 +129,13 @@ def plan(
     json: Json = False,
 ) -> None:
     """Say where every byte of a run will be, whether it fits, and what a step will cost. Loads no weights."""
+    from megatrain.cli.wanted import config_to_plan
+
+    wanted = config_to_plan(config, words or ())
+
     from megatrain.cli.plan import plan as verb
 
-    raise typer.Exit(verb(config, words or (), machine=machine, plan_file=plan, trace=trace, plot=plot, as_json=json))
+    raise typer.Exit(verb(wanted, machine=machine, plan_file=plan, trace=trace, plot=plot, as_json=json))
 
 
 @app.command()
@@ -211,10 +218,13 @@ def report(
 @data_app.command()
 def preview(config: ConfigFile, words: Words = None) -> None:
     """Show what would be trained: format, three rows with the trained text marked, lengths, rows left out."""
-    from megatrain.cli.assemble import preview_data
     from megatrain.config import read_config
 
-    raise typer.Exit(preview_data(read_config(config, words or ())))
+    wanted = read_config(config, words or ())
+
+    from megatrain.cli.assemble import preview_data
+
+    raise typer.Exit(preview_data(wanted))
 
 
 @config_app.command()
@@ -276,6 +286,31 @@ def stopping_cleanly() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _refuse_keys_as_options(words: list[str]) -> None:
+    """ConfigError for `--learning_rate 1e-5`, which other tools would take: a key, and no option of the verb."""
+    dashed = [word for word in words if word.startswith("--")]
+    if not dashed:
+        return
+    verb = typer.main.get_command(app)
+    for word in words:
+        if isinstance(verb, typer.core.TyperGroup) and word in verb.commands:
+            verb = verb.commands[word]
+    if all(parameter.name != "words" for parameter in verb.params):
+        return
+    options = {name for parameter in verb.params for name in parameter.opts}
+    for word in dashed:
+        name, _, value = word.partition("=")
+        if name in options:
+            continue
+        from megatrain.config import RunConfig
+        from megatrain.config_spellings import ALIASES
+
+        key = name.removeprefix("--").replace("-", "_")
+        key = ALIASES.get(key, key)
+        if key in RunConfig.model_fields:
+            raise ConfigError(f"{name} is no option; keys are given as KEY=VALUE, without dashes: {key}={value or '…'}")
+
+
 def _fail(message: str, code: int) -> Never:
     print(f"megatrain: {message}", file=sys.stderr)
     sys.exit(code)
@@ -290,6 +325,7 @@ def main() -> None:
     if OFFLINE in words:
         words = [OFFLINE, *(word for word in words if word != OFFLINE)]
     try:
+        _refuse_keys_as_options(words)
         with stopping_cleanly():
             app(words)
     except UserError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatrain.cli import show
 from megatrain.cli.assemble import Planned, planned
-from megatrain.config import RunConfig, read_config
+from megatrain.config import RunConfig
 from megatrain.errors import ConfigError
 from megatrain.hardware.described import Described, read_machine
 from megatrain.planner import misfit
@@ -23,8 +23,7 @@ from megatrain.schedule.plan import Tier
 
 
 def plan(
-    target: Path,
-    words: Sequence[str],
+    config: RunConfig,
     *,
     machine: str | None,
     plan_file: Path | None,
@@ -36,7 +35,7 @@ def plan(
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot: {plot} is no .svg; the picture is SVG, which every browser shows and prints")
     described = None if machine is None else read_machine(machine)
-    run = planned(config_of(target, words), plan_file=plan_file, described=described)
+    run = planned(config, plan_file=plan_file, described=described)
     spans = None if trace is None else read_trace(trace)
     if spans is not None:
         run = replace(run, rates=calibrate(run.question, run.plan, spans))
@@ -47,21 +46,13 @@ def plan(
     if as_json:
         print(json.dumps({**plan_json(run, price, described), "misfit": reason}, indent=1))
     else:
-        lines = text_lines(run, price, described)
+        lines = text_lines(run, price, described) + show.advice_lines(run.config)
+        if plot is not None:
+            lines.append(f"picture: {plot}")
         if spans is not None:
             lines += trace_lines(spans, price)
         print("\n".join([*lines, reason] if reason else lines))
     return 1 if run.table.overall == "NO" else 0
-
-
-def config_of(target: Path, words: Sequence[str]) -> RunConfig:
-    """The config of a YAML file; of a model folder, or its config.json alone, with defaults for everything else."""
-    folder = target if target.is_dir() else target.parent if target.name == "config.json" else None
-    if folder is None:
-        return read_config(target, words)
-    given = {word.partition("=")[0] for word in words}
-    defaults = [f"model={json.dumps(str(folder))}", "dataset=none"]
-    return read_config(None, [*(word for word in defaults if word.partition("=")[0] not in given), *words])
 
 
 def text_lines(run: Planned, price: Price, described: Described | None) -> list[str]:

@@ -76,10 +76,22 @@ def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine)
     }
 
 
+def advice_lines(config: RunConfig) -> list[str]:
+    """What is allowed and wastes most of the machine."""
+    step_tokens, micro_tokens = config.train_batch_size * config.max_length, config.micro_batch_tokens or 0
+    if micro_tokens < 2 * step_tokens:
+        return []
+    text = (
+        f"advice: a step has {step_tokens:,} tokens, micro_batch_tokens is {micro_tokens:,}: the rest of each "
+        "micro-batch is padding, computed like text; leave micro_batch_tokens out, or raise train_batch_size"
+    )
+    return [text]
+
+
 def show_preview(path: str, report: Report, rows: Sequence[PreviewRow]) -> None:
     """Format, rows, trained share and histogram; trained text is green and between ⟦ ⟧, so that pipes show it too."""
-    console = Console(highlight=False)
-    console.print(f"dataset {path}", markup=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)  # a line that is broken here is broken in the data
+    console.print(f"dataset {path}", markup=False)
     console.print(
         f"format {report.format}: {report.rows_in} rows read, {report.rows_out} used, {report.num_tokens:,} tokens, "
         f"{report.trained_share:.1%} trained, {report.num_truncated} cut, longest {report.longest_tokens} tokens"

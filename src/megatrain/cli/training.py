@@ -26,7 +26,7 @@ from megatrain.checkpoint import (
 from megatrain.cli import show
 from megatrain.cli.assemble import Planned, engine_of, planned, store_of
 from megatrain.cli.datasets import batches_of, data_lines, held_out, num_steps_of, training_parts
-from megatrain.cli.folders import refuse_shared_output
+from megatrain.cli.folders import refuse_no_room, refuse_shared_output
 from megatrain.cli.named import sources
 from megatrain.cli.opened import refuse_unheeded, run_config
 from megatrain.cli.shortage import explained_shortage
@@ -57,6 +57,7 @@ def train_config(
     refuse_shared_output(config)
     run = planned(config, source_of(config), plan_file=plan_file)
     refuse_misfit(run.spec, run.config, run.machine, run.table)
+    refuse_no_room(run)
     with RunFolder(Path(run.config.output_dir)) as folder, explained_shortage(run):
         checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
         if checkpoint is not None and run.source != Path(run.config.model):
@@ -112,7 +113,7 @@ def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], m
     metrics.say(show.machine_line(run.machine))
     for line in show.plan_lines(run.spec, run.plan, run.table):
         metrics.say(line)
-    for line in data:
+    for line in [*data, *show.advice_lines(run.config)]:
         metrics.say(line)
     if run.config.save_strategy == "no":
         metrics.say("save_strategy is no: nothing is saved until the end, and a stopped run is lost")

@@ -1,0 +1,113 @@
+"""What newcomers do in their first hour, and what they are told: mistakes are answered at once, with what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatrain.cli import assemble
+from tests.cli.test_door import SHORT, Captured, megatrain, sentence
+
+
+def test_a_log_a_hidden_folder_and_those_of_a_run_are_no_strangers(run_config: Path, tmp_path: Path) -> None:
+    for name in (".cache", "lost+found", "report"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/slurm.out").write_text("x")
+    assert megatrain("train", run_config, *SHORT) == 0
+
+
+def test_no_room_for_the_model_at_the_end_is_seen_at_the_start(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    real = assemble.probe
+    monkeypatch.setattr(assemble, "probe", lambda *given: replace(real(*given), disk_free_bytes=16 << 20))
+    assert megatrain("train", run_config, *SHORT, "save_strategy=no") == 2
+    error = sentence(capsys)
+    assert "the model at the end of the run takes" in error
+    assert "16.00 MiB are free; free disk space, or choose an output_dir on another disk" in error
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(assemble, "probe", lambda *given: replace(real(*given), disk_free_bytes=32 << 20))
+    assert megatrain("train", run_config, *SHORT, "save_strategy=no") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--learning_rate=1e-4",), "learning_rate=1e-4"),
+        (("--output-dir", "x"), "output_dir=…"),
+        (("--lr", "1e-4"), "learning_rate=…"),
+    ],
+)
+def test_a_key_written_as_an_option_is_told_how_keys_are_written(
+    run_config: Path, capsys: Captured, words: tuple[str, ...], said: str
+) -> None:
+    for verb in (("train",), ("plan",), ("data", "preview")):
+        assert megatrain(*verb, run_config, *words) == 2
+        assert f"is no option; keys are given as KEY=VALUE, without dashes: {said}\n" in sentence(capsys)
+    assert megatrain("train", run_config, "--no-such-thing") == 2
+    assert "No such option" in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_config_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("model: m\ndataset: d\nlerning_rate: 1\n")
+    script = (
+        "import sys; from megatrain.cli.main import main\n"
+        "try: main()\n"
+        "finally: sys.exit(9 if 'torch' in sys.modules else 2)"
+    )
+    for verb in (("train",), ("plan",), ("data", "preview")):
+        for file in ("bad.yaml", "none.yaml"):
+            ended = subprocess.run(
+                [sys.executable, "-c", script, *verb, file], cwd=tmp_path, capture_output=True, text=True, check=False
+            )
+            assert ended.returncode == 2, ended.stderr
+            assert "megatrain: " in ended.stderr
+
+
+def test_what_stands_in_a_configs_place_is_named(tiny_model: Path, run_config: Path, capsys: Captured) -> None:
+    assert megatrain("train", tiny_model) == 2
+    assert f"it is a model's folder: megatrain init my.yaml --model {tiny_model} writes" in sentence(capsys)
+    run = run_config.parent / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(run_config.read_text())
+    assert megatrain("train", run) == 2
+    assert f"it is a run's folder: megatrain resume {run}" in sentence(capsys)
+
+
+def test_rows_are_no_longer_than_the_model_knows_unless_that_is_asked_for(
+    run_config: Path, tiny_model: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    positions = json.loads((tiny_model / "config.json").read_text())["max_position_embeddings"]
+    assert positions < 2048
+    text = run_config.read_text().replace("max_length: 64\nmicro_batch_tokens: 64\n", "")
+    run_config.write_text(text.replace("train_batch_size: 3", "train_batch_size: 1"))
+    assert megatrain("train", run_config, *SHORT) == 0
+    assert f"max_length: {positions}\n" in (tmp_path / "run/config.yaml").read_text()
+    assert megatrain("plan", tiny_model) == 0
+    assert megatrain("init", tmp_path / "new.yaml", "--model", tiny_model) == 0
+    assert f"\nmax_length: {positions}\n" in (tmp_path / "new.yaml").read_text()
+    capsys.readouterr()
+    assert megatrain("plan", tiny_model, "max_length=2048") == 2
+    assert f"the model knows {positions} positions" in sentence(capsys)
+
+
+def test_padding_without_end_is_said(run_config: Path, capsys: Captured) -> None:
+    advice = "advice: a step has 192 tokens, micro_batch_tokens is 384"
+    assert megatrain("plan", run_config, "micro_batch_tokens=384") == 0
+    assert advice in capsys.readouterr().out
+    assert megatrain("train", run_config, *SHORT, "micro_batch_tokens=384") == 0
+    assert advice in capsys.readouterr().out
+    assert megatrain("plan", run_config, "micro_batch_tokens=383") == 0
+    assert "advice" not in capsys.readouterr().out
+
+
+def test_a_preview_breaks_no_line(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
+    text = "one two three " * 30
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    assert megatrain("data", "preview", run_config, f"dataset={tmp_path}/long.jsonl", "max_length=512") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 400
