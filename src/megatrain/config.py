@@ -302,7 +302,7 @@ def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def _instead_of(path: Path) -> str:
     """What to do about a config that cannot be read."""
     if (path / "config.yaml").is_file():
-        return f"it is a run's folder: megatrain resume {path}"
+        return f"it is a run's folder, {path / 'config.yaml'} is its config; megatrain resume {path} goes on with it"
     if (path / "config.json").is_file():
         return f"it is a model's folder: megatrain init my.yaml --model {path} writes a config to start from"
     return "give a YAML file; megatrain init my.yaml writes one to start from"

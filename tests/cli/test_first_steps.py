@@ -76,7 +76,7 @@ def test_what_stands_in_a_configs_place_is_named(tiny_model: Path, run_config: P
     run.mkdir()
     (run / "config.yaml").write_text(run_config.read_text())
     assert megatrain("train", run) == 2
-    assert f"it is a run's folder: megatrain resume {run}" in sentence(capsys)
+    assert f"it is a run's folder, {run}/config.yaml is its config; megatrain resume {run} goes on" in sentence(capsys)
 
 
 def test_rows_are_no_longer_than_the_model_knows_unless_that_is_asked_for(
@@ -104,6 +104,26 @@ def test_padding_without_end_is_said(run_config: Path, capsys: Captured) -> None
     assert advice in capsys.readouterr().out
     assert megatrain("plan", run_config, "micro_batch_tokens=383") == 0
     assert "advice" not in capsys.readouterr().out
+
+
+def test_an_evaluation_of_nothing_is_said(run_config: Path, capsys: Captured) -> None:
+    advice = "advice: eval_steps is 3, but nothing is evaluated; set eval_dataset"
+    assert megatrain("plan", run_config) == 0
+    assert "advice" not in capsys.readouterr().out
+    assert megatrain("plan", run_config, "eval_dataset=null") == 0
+    assert advice in capsys.readouterr().out
+
+
+def test_a_folder_of_several_formats_is_warned_of(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "mixed").mkdir()
+    for name, row in (("a", {"text": "one two three four"}), ("b", {"prompt": "one", "completion": " two"})):
+        (tmp_path / f"mixed/{name}.jsonl").write_text(f"{json.dumps(row)}\n" * (9 if name == "b" else 1))
+    warning = "warning: 90% of its rows are left out; files of several formats are several datasets"
+    for verb in (("data", "preview"), ("train",)):
+        assert megatrain(*verb, run_config, f"dataset={tmp_path}/mixed", "max_steps=1", "eval_steps=null") == 0
+        assert warning in capsys.readouterr().out
+    assert megatrain("data", "preview", run_config) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_preview_breaks_no_line(run_config: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -148,6 +148,21 @@ def test_the_user_decides_placement() -> None:
     assert any(segment.state == "ram" for segment in plan.segments)
 
 
+def test_a_full_disk_is_no_budget_to_raise() -> None:
+    spec = spec_of(2, 512)
+    config = config_of("cuda")
+    _, table = plan_run(spec, config, GPU)
+    need = table.total_bytes("disk")
+    full = replace(GPU, disk_free_bytes=need - GIB // 4)
+    message = str(misfit(spec, config, full, plan_run(spec, config, full)[1]))
+    assert "free 256.00 MiB more, or choose an output_dir on another disk; these changes would fit: " in message
+    assert "memory.disk" not in message
+    assert "save_strategy: no (nothing to resume from)" in message
+    asked = config.model_copy(update={"memory": Memory(disk="128MiB")})
+    told = str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
+    assert "the smallest budget that would do is memory.disk: " in told
+
+
 def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
     spec = spec_of(48, 4096)
     small = replace(GPU, hbm_free_bytes=5 * GIB)

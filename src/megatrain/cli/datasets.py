@@ -87,6 +87,8 @@ def data_lines(config: RunConfig, parts: list[Part], batches: BatchPlan) -> Iter
         )
         for reason, count in report.reasons.items():
             yield f"  left out: {count} rows: {reason}"
+        for warning in report.warnings:
+            yield f"  warning: {warning}"
         yield f"  tokens: {part.dataset.folder} ({gib(size_of_tree(part.dataset.folder))}), kept for later runs"
     epochs = num_steps_of(batches) / batches.steps_per_epoch
     yield (

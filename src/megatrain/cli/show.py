@@ -77,7 +77,19 @@ def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine)
 
 
 def advice_lines(config: RunConfig) -> list[str]:
-    """What is allowed and wastes most of the machine."""
+    """What is allowed, and hardly meant: keys that do nothing, and a machine that computes padding."""
+    return [*_unheard(config), *_padding(config)]
+
+
+def _unheard(config: RunConfig) -> list[str]:
+    """Keys of an evaluation that there is none of. What would end or choose by one is refused."""
+    if config.eval_steps is None or config.eval_dataset is not None:
+        return []
+    return [f"advice: eval_steps is {config.eval_steps}, but nothing is evaluated; set eval_dataset"]
+
+
+def _padding(config: RunConfig) -> list[str]:
+    """Micro-batches of which no step fills half."""
     step_tokens, micro_tokens = config.train_batch_size * config.max_length, config.micro_batch_tokens or 0
     if micro_tokens < 2 * step_tokens:
         return []

@@ -21,6 +21,8 @@ from megatrain.data.texts import Text
 from megatrain.data.tokens import TokenDataset, TokenWriter, file_sha256, open_dataset
 from megatrain.errors import DataError
 
+MOSTLY_LEFT_OUT = "{:.0%} of its rows are left out; files of several formats are several datasets: [{{path: …}}]"
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -141,6 +143,9 @@ def _report(options: DataOptions, row_format: Format | None, writer: TokenWriter
     if row_format != "text" and options.assistant_only_loss and writer.num_trained == writer.num_tokens:
         raise DataError(f"dataset {where}: every token would be trained, prompts too, although assistant_only_loss is "
                         "on; check the chat template's generation marks, or set assistant_only_loss: false")
+    if 2 * account.rows_out < account.rows_in:
+        left_out = 1 - account.rows_out / account.rows_in
+        warnings = (*warnings, MOSTLY_LEFT_OUT.format(left_out))
     lengths = writer.lengths
     bounds = 1 << np.ceil(np.log2(lengths)).astype(np.int64)
     histogram = {int(bound): int(count) for bound, count in zip(*np.unique(bounds, return_counts=True), strict=True)}

@@ -51,10 +51,10 @@ def misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTa
         remedy = f"; these changes would fit: {', or '.join(fitting.values())}" if fitting else ""
         enough = format_size(-(-need // sizes.MIB) * sizes.MIB)
         all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""  # no key can raise it
-        return (
-            f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; "
-            f"the smallest budget that would do is memory.{tier}: {enough}{remedy}"
-        )
+        way = f"the smallest budget that would do is memory.{tier}: {enough}"
+        if tier == "disk" and all_there_is:
+            way = f"free {gib(need - budget)} more, or choose an output_dir on another disk"
+        return f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; {way}{remedy}"
     return None
 
 
@@ -82,6 +82,8 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield "save_total_limit: 2", config.model_copy(update={"save_total_limit": 2})
     if config.ema_decay is not None:
         yield "ema_decay: null", config.model_copy(update={"ema_decay": None})
+    if config.save_strategy != "no":
+        yield "save_strategy: no (nothing to resume from)", config.model_copy(update={"save_strategy": "no"})
 
 
 def _halves(value: int, least: int) -> Iterator[int]:
