@@ -84,10 +84,26 @@ def test_single_keys(tmp_path: Path, line: str, ours: dict[str, object], lost: s
     assert set(imported.lost) - {"dataset: d", "number of GPUs"} == ({lost} if lost else set())
 
 
+def test_keys_of_rows_that_are_ours_and_names_of_the_hub_are_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "base_model: a\nsequence_len: 8\ndatasets:\n"
+        "  - {path: org/name, field_messages: messages, message_field_role: who}\n"
+        "  - {path: org/rows.jsonl, field_output: output, field: story}\n"
+    )
+    lost = [name for name in import_config(path, "auto").lost if name.startswith("datasets")]
+    assert lost == [
+        "datasets: org/name: message_field_role",
+        "datasets: org/rows.jsonl",
+        "datasets: org/rows.jsonl: field",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "tool", "message"),
     [
         ("model: a\n", "auto", "cannot tell whose config this is; name the tool with --from llamafactory"),
+        ("model: a\ndataset: b\n", "auto", "model and dataset are MegaTrain's own keys; train with it as it is"),
         ("model: a\n", "trl", "--from is 'trl'; use auto, llamafactory, axolotl, megatrain-paper"),
         ("base_model: a\ndatasets: &d []\n", "auto", "line 2: anchors and aliases"),
         ("datasets: [{path: a}]\n", "axolotl", "key 'model' is missing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megatrain.config_spellings import HINTS
@@ -19,6 +20,15 @@ PREFIXES = {
     "rl": "preference training is planned, not there yet",
 }
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text"}
+HUB_NAME = re.compile(r"[\w.-]+/[\w-]+")  # a dataset of the hub, which is fetched; a file has a suffix
+USUAL_KEYS = {
+    "field_messages": ("messages", "conversations"),
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+    "field_instruction": ("instruction",),
+    "field_input": ("input",),
+    "field_output": ("output",),
+}
 KNOWN_IN_DATASET = ("path", "type", "data_files", "split", "ds_type", "roles_to_train", "train_on_eos")
 
 
@@ -72,7 +82,7 @@ def _part(it: Translation, entry: dict[str, object], folder: Path) -> dict[str, 
             )
     elif files:
         it.lost[f"datasets: {path}: data_files: {files}"] = "name the files themselves"
-    if not (folder / path).exists() and not Path(path).exists():
+    if not (folder / path).exists() and not Path(path).exists() and not HUB_NAME.fullmatch(path):
         it.lost[f"datasets: {path}"] = "no file here: download it and put the path of its file or folder in its place"
     kind = str(entry.get("type") or "")
     if kind.partition(".")[0] not in ("", "chat_template", *FORMATS):
@@ -84,7 +94,7 @@ def _part(it: Translation, entry: dict[str, object], folder: Path) -> dict[str, 
     if roles is not None:
         it.put("train_roles", roles)
     for name in entry:
-        if name not in KNOWN_IN_DATASET:
+        if name not in KNOWN_IN_DATASET and entry[name] not in USUAL_KEYS.get(name, ()):
             it.lost[f"datasets: {path}: {name}"] = "rows are read by the usual keys; rename those of the file"
     if entry.get("split") not in (None, "train"):
         it.lost[f"datasets: {path}: split: {entry['split']}"] = "name the files of that split"

@@ -53,6 +53,8 @@ def _tool_of(given: Mapping[str, object], path: Path) -> str:
         return "axolotl"
     if "model_name_or_path" in given:
         return "llamafactory"
+    if {"model", "dataset"} <= given.keys():
+        raise ConfigError(f"{path}: model and dataset are MegaTrain's own keys; train with it as it is, or give --from")
     raise ConfigError(f"{path}: cannot tell whose config this is; name the tool with --from {' | '.join(TOOLS)}")
 
 
