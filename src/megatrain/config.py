@@ -326,6 +326,11 @@ def resolved(config: RunConfig, device: Literal["cpu", "cuda"], num_cores: int) 
     """`config` with no `auto` left in its numerics, and paths made absolute. Resolving twice changes nothing."""
     if config.compile and device == "cpu":
         raise ConfigError("compile is true, but the layers run on a CPU; set compile to false")
+    if config.clip_mode == "two-pass" and not config.deterministic:
+        raise ConfigError(
+            "clip_mode is two-pass and deterministic is false: the second pass would use other gradients than those "
+            "whose norm was taken; set deterministic to true, or clip_mode to deferred"
+        )
     if config.memory.hbm is not None and device == "cpu":
         raise ConfigError(
             f"memory.hbm is {format_size(config.memory.hbm)}, but the layers run on a CPU, where there is no HBM; "

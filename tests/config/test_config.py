@@ -256,3 +256,9 @@ def test_every_key_has_a_group_and_a_meaning() -> None:
     for key, field in RunConfig.model_fields.items():
         assert group_of(key) in ("run", "data", "optimisation", "numerics", "placement", "output")
         assert field.description
+
+
+def test_two_passes_need_gradients_that_repeat() -> None:
+    config = RunConfig(model="m", dataset="d", clip_mode="two-pass", deterministic=False)
+    with pytest.raises(ConfigError, match="set deterministic to true, or clip_mode to deferred"):
+        resolved(config, "cpu", 2)

@@ -165,6 +165,15 @@ def test_evaluation_between_steps_changes_nothing_and_sees_the_update(placement)
         run.close()
 
 
+def test_an_evaluation_of_nothing_applies_what_is_pending():
+    config = tiny_config("llama")
+    run = Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="fp32")
+    run.train(batches()[:1], HYPERS[:1])
+    assert run.engine.evaluate([]) == 0.0
+    assert not run.engine._pending
+    run.close()
+
+
 @pytest.mark.parametrize("placement", ["two slots", STREAMED_STATE[1], "here and there on disk", "all on disk"])
 def test_a_save_finds_every_home_final(placement):
     """What is written is what a flush would leave: state that was updated on the device is back in RAM by then."""

@@ -55,6 +55,15 @@ def test_as_exact_as_the_framework_and_repeatable(dtype: torch.dtype, num_column
         assert error <= 1.1 * allowed + 1e-6 * true[labelled].norm(), (name, float(error), float(allowed))
 
 
+@pytest.mark.parametrize("label", [9000, -1])
+def test_a_label_beyond_the_vocabulary_gives_a_nan(label: int) -> None:
+    logits_CV, labels_C, _ = setting(torch.bfloat16, 9000)
+    labels_C[1] = label
+    loss_C = token_losses(logits_CV, labels_C, 0.0)
+    assert loss_C[1].isnan()
+    assert loss_C[0].isfinite()
+
+
 def test_columns_that_cannot_be_have_no_share() -> None:
     logits_CV, labels_C, dloss_C = setting(torch.bfloat16, 9000)
     labels_C = labels_C.clamp_min(5000)

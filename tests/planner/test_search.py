@@ -107,6 +107,11 @@ def test_two_passes_are_taken_where_ram_is_short_of_gradients_and_not_where_they
         assert obeyed.clip_mode == mode
 
 
+def test_gradients_that_differ_from_run_to_run_are_not_computed_twice() -> None:
+    asked = question(train_batch_size=2, deterministic=False)
+    assert search(with_memory(asked, 6, 10)).clip_mode == "deferred"
+
+
 def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:
     asked = with_memory(question(train_batch_size=8), 8, 60)
     least = least_bytes(asked, "ram")

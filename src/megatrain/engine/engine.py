@@ -154,6 +154,8 @@ class Engine:
 
         A program a round: a long evaluation set needs no more memory than a short one.
         """
+        if not micro_batches:
+            self.flush()
         total = 0.0
         for start in range(0, len(micro_batches), self.plan.round_micro_batches):
             group = micro_batches[start : start + self.plan.round_micro_batches]

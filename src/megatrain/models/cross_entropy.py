@@ -35,10 +35,11 @@ class _Fused(torch.autograd.Function):
         assert logits_CV.stride(1) == 1, f"logits with strides {logits_CV.stride()}"
         num_rows, num_columns = logits_CV.shape
         loss_C, max_C, log_sum_C = (logits_CV.new_empty(num_rows, dtype=torch.float32) for _ in range(3))
-        cross_entropy_triton.forward_kernel[(num_rows,)](
-            logits_CV, labels_C, loss_C, max_C, log_sum_C, logits_CV.stride(0), num_columns, smoothing,
-            SMOOTH=smoothing > 0, IGNORED=IGNORED_LABEL, **cross_entropy_triton.LAUNCH,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits_CV):
+            cross_entropy_triton.forward_kernel[(num_rows,)](
+                logits_CV, labels_C, loss_C, max_C, log_sum_C, logits_CV.stride(0), num_columns, smoothing,
+                SMOOTH=smoothing > 0, IGNORED=IGNORED_LABEL, **cross_entropy_triton.LAUNCH,
+            )  # fmt: skip
         ctx.save_for_backward(logits_CV, labels_C, max_C, log_sum_C)
         ctx.smoothing = smoothing
         return loss_C
@@ -48,8 +49,9 @@ class _Fused(torch.autograd.Function):
         logits_CV, labels_C, max_C, log_sum_C = ctx.saved_tensors
         num_rows, num_columns = logits_CV.shape
         dlogits_CV = logits_CV.new_empty(num_rows, num_columns)
-        cross_entropy_triton.backward_kernel[(num_rows,)](
-            dloss_C.contiguous(), logits_CV, labels_C, max_C, log_sum_C, dlogits_CV, logits_CV.stride(0), num_columns,
-            ctx.smoothing, IGNORED=IGNORED_LABEL, **cross_entropy_triton.LAUNCH,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits_CV):
+            cross_entropy_triton.backward_kernel[(num_rows,)](
+                dloss_C.contiguous(), logits_CV, labels_C, max_C, log_sum_C, dlogits_CV, logits_CV.stride(0),
+                num_columns, ctx.smoothing, IGNORED=IGNORED_LABEL, **cross_entropy_triton.LAUNCH,
+            )  # fmt: skip
         return dlogits_CV, None, None

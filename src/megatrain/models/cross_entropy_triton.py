@@ -36,6 +36,8 @@ def forward_kernel(
     label = tl.load(labels + row)
     if label == IGNORED:
         tl.store(loss + row, 0.0)
+    elif (label < 0) | (label >= num_columns):
+        tl.store(loss + row, float("nan"))  # no token of this vocabulary: the step must not count
     else:
         out = (peak - tl.load(x_row + label).to(tl.float32)) + log_sum
         if SMOOTH:

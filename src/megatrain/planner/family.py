@@ -131,9 +131,11 @@ def _inputs(question: Question) -> list[Activations]:
 
 
 def _clip_modes(question: Question) -> list[ClipMode]:
-    """How the exact norm comes to be: gradients wait for it, or are computed twice."""
+    """How the exact norm comes to be: gradients wait for it, or are computed twice, which takes the same bits twice."""
     asked = question.config.clip_mode
-    return ["deferred", "two-pass"] if asked == "auto" else [asked]
+    if asked != "auto":
+        return [asked]
+    return ["deferred", "two-pass"] if question.config.deterministic else ["deferred"]
 
 
 def _in_passes(plan: Plan, clip_mode: ClipMode) -> Plan:
