@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from megatrain.config_spellings import ALIASES, BATCH_FACTORS, did_you_mean, own_names, with_words
 from megatrain.config_values import STRICT, DatasetPart, Memory, format_size
-from megatrain.config_yaml import ConfigValue, parse_mapping
+from megatrain.config_yaml import ConfigValue, parse_mapping, read_bytes
 from megatrain.errors import ConfigError
 
 Group = Literal["run", "data", "optimisation", "numerics", "placement", "output"]
@@ -292,20 +292,7 @@ def read_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The RunConfig of a YAML file (None: of the words alone) with `key=value` overrides; ConfigError on a mistake."""
     if path is None:
         return read_config_text(b"", "command line", overrides)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}; {_instead_of(path)}") from None
-    return read_config_text(content, str(path), overrides)
-
-
-def _instead_of(path: Path) -> str:
-    """What to do about a config that cannot be read."""
-    if (path / "config.yaml").is_file():
-        return f"it is a run's folder, {path / 'config.yaml'} is its config; megatrain resume {path} goes on with it"
-    if (path / "config.json").is_file():
-        return f"it is a model's folder: megatrain init my.yaml --model {path} writes a config to start from"
-    return "give a YAML file; megatrain init my.yaml writes one to start from"
+    return read_config_text(read_bytes(path), str(path), overrides)
 
 
 def read_config_text(content: bytes, source: str, overrides: Sequence[str] = ()) -> RunConfig:

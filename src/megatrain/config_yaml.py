@@ -7,6 +7,7 @@ bounded size and depth. Every mistake is a ConfigError that names its line.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import yaml
@@ -22,6 +23,23 @@ class ConfigValue(NamedTuple):
 
     value: object
     where: str
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a config file holds; ConfigError, with what stands there in its place, if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}; {_instead_of(path)}") from None
+
+
+def _instead_of(path: Path) -> str:
+    """What to do about a config that cannot be read."""
+    if (path / "config.yaml").is_file():
+        return f"it is a run's folder, {path / 'config.yaml'} is its config; megatrain resume {path} goes on with it"
+    if (path / "config.json").is_file():
+        return f"it is a model's folder: megatrain init my.yaml --model {path} writes a config to start from"
+    return "give a YAML file; megatrain init my.yaml writes one to start from"
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import RunConfig, read_config_text, yaml_scalar
-from megatrain.config_yaml import parse_mapping
+from megatrain.config_yaml import parse_mapping, read_bytes
 from megatrain.errors import ConfigError
 from megatrain.importers import axolotl, llamafactory, paper
 from megatrain.importers.translation import Translation
@@ -32,11 +32,7 @@ def import_config(path: Path, tool: str) -> Imported:
     """The config in `path` as ours; `tool` is one of TOOLS, or "auto". ConfigError where it makes no valid config."""
     if tool not in (*TOOLS, "auto"):
         raise ConfigError(f"--from is {tool!r}; use auto, {', '.join(TOOLS)}")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
-    given = {key: item.value for key, item in parse_mapping(content, str(path)).items()}
+    given = {key: item.value for key, item in parse_mapping(read_bytes(path), str(path)).items()}
     chosen = _tool_of(given, path) if tool == "auto" else tool
     it = Translation(given)
     TOOLS[chosen](it, path.parent)
