@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Annotated, Never
 
 import typer
+from typer.core import TyperGroup
 
 from megatrain import __version__
 from megatrain.errors import ConfigError, UserError
@@ -293,7 +294,7 @@ def _refuse_keys_as_options(words: list[str]) -> None:
         return
     verb = typer.main.get_command(app)
     for word in words:
-        if isinstance(verb, typer.core.TyperGroup) and word in verb.commands:
+        if isinstance(verb, TyperGroup) and word in verb.commands:
             verb = verb.commands[word]
     if all(parameter.name != "words" for parameter in verb.params):
         return
