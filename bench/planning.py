@@ -18,7 +18,8 @@ from bench.presets import PRESETS
 from bench.results import RESULTS
 from bench.step import load_config, make_plan, parse, placed
 from megatrain.cli.assemble import planned
-from megatrain.cli.plan import config_of, text_lines
+from megatrain.cli.plan import text_lines
+from megatrain.cli.wanted import config_to_plan
 from megatrain.hardware.described import read_machine
 from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
@@ -92,7 +93,7 @@ def block(name: str) -> str:
         return "\n".join(backtest())
     machine, words = PLANS[name]
     described = read_machine(machine)
-    run = planned(config_of(DATA / name, words), described=described)
+    run = planned(config_to_plan(DATA / name, words), described=described)
     shown = text_lines(run, price_of(run.question, run.plan), described)
     return "\n".join(["```", f"$ megatrain plan {name} {' '.join(words)} --machine {machine}", *shown, "```"])
 
