@@ -50,7 +50,7 @@ class Encoder:
         self._adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._token_bytes = TokenBytes(self._backend)
         probe = self._backend.encode(PROBE, add_special_tokens=False)
-        self._is_byte_level = self._token_bytes.bounds(PROBE, np.array(probe.ids, np.uint32)) is not None
+        self._is_byte_level = self._token_bytes.bounds(PROBE, probe.ids, np.array(probe.ids, np.uint32)) is not None
 
     def encode(self, texts: Sequence[Text]) -> list[Encoded | BadSample]:
         """One result a text, in order."""
@@ -105,8 +105,9 @@ class Encoder:
         # Without offsets the library needs a quarter less time, and where tokens are bytes their lengths say the same.
         for encoding, text, its_edges in zip(self._backend.encode_batch_fast(texts, add_special_tokens=False), texts,
                                              edges, strict=True):
-            ids = np.array(encoding.ids, np.uint32)
-            bounds = self._token_bytes.bounds(text, ids)
+            listed = encoding.ids
+            ids = np.array(listed, np.uint32)
+            bounds = self._token_bytes.bounds(text, listed, ids)
             if bounds is None:
                 yield _by_offsets(self._backend.encode(text, add_special_tokens=False), its_edges)
             else:
@@ -118,7 +119,7 @@ class Encoder:
             ids = np.concatenate([front, ids, behind])
             trained = np.concatenate([np.full(len(front), not self._assistant_only_loss), trained,
                                       np.ones(len(behind), bool)])
-        elif self._bos_id is not None and ids[:2].tolist() == [self._bos_id] * 2:
+        elif len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
             ids, trained = ids[1:], trained[1:]
         truncated = len(ids) > self._max_length
         if truncated:
@@ -146,12 +147,13 @@ class TokenBytes:
             self._bytes[token_id] = added.content.encode()
         self._lengths = np.fromiter(map(len, self._bytes), np.int64, len(self._bytes))
 
-    def bounds(self, text: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Where each token starts and ends, in bytes of the text; None where they do not spell it byte by byte."""
-        if b"".join([self._bytes[token_id] for token_id in ids.tolist()]) != text.encode():
+    def bounds(self, text: str, listed: list[int], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Where each token starts and ends, in bytes of the text; None where they do not spell it byte by byte.
+        `listed` and `ids` are the same tokens."""
+        if b"".join(map(self._bytes.__getitem__, listed)) != text.encode():
             return None
         lengths = self._lengths[ids]
-        ends = np.cumsum(lengths)
+        ends = lengths.cumsum()
         return ends - lengths, ends
 
 
@@ -180,8 +182,8 @@ def _by_offsets(encoding: Encoding, edges: list[int]) -> tuple[np.ndarray, np.nd
 def _mask(starts: np.ndarray, ends: np.ndarray, edges: list[int]) -> np.ndarray:
     """True where a token overlaps a trained run. Tokens and runs are in order."""
     trained = np.zeros(len(starts), bool)
-    firsts = np.searchsorted(ends, edges[0::2], side="right")
-    lasts = np.searchsorted(starts, edges[1::2], side="left")
+    firsts = ends.searchsorted(edges[0::2], side="right")
+    lasts = starts.searchsorted(edges[1::2], side="left")
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
         trained[first:last] = True
     return trained

@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data.encode import Encoded, Encoder
-from megatrain.data.formats import REMEDIES
+from megatrain.data.formats import REMEDIES, BadSample
 from megatrain.data.options import MAX_LISTED, BadRow, DataOptions, Format, Report
 from megatrain.data.reader import Batch, Request, texts_from_process
 from megatrain.data.rows import list_files
@@ -26,6 +28,7 @@ MOSTLY_LEFT_OUT = "{:.0%} of its rows are left out; files of several formats are
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ENCODING_THREADS = 2            # one in the library, which needs no Python, while the other makes masks
 VERSION = 3                     # of the token file and of everything that makes tokens: part of the cache key
 
 
@@ -99,10 +102,10 @@ def _write(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: tupl
     with TokenWriter(options.cache_dir, key, np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)) as writer:
         account = _Account(writer, names)
         row_format, warnings = None, ()
-        with closing(texts_from_process(request)) as batches:
-            for batch in batches:
+        with closing(texts_from_process(request)) as batches, ThreadPoolExecutor(ENCODING_THREADS) as pool:
+            for batch, results in _encoded(batches, encoder, pool):
                 row_format, warnings = batch.format, batch.warnings
-                _tokenise(batch, encoder, writer, account)
+                _take(batch, results, writer, account)
         report = _report(options, row_format, writer, account, (*warnings, *_endless(row_format, tokenizer)))
         writer.commit(report, is_documents=row_format == "text", pad_id=_pad_id(tokenizer), files=names)
 
@@ -113,12 +116,26 @@ def _endless(row_format: Format | None, tokenizer: PreTrainedTokenizerBase) -> t
     return ()
 
 
-def _tokenise(batch: Batch, encoder: Encoder, writer: TokenWriter, account: _Account) -> None:
+def _encoded(batches: Iterator[Batch], encoder: Encoder,
+             pool: Executor) -> Iterator[tuple[Batch, list[Encoded | BadSample]]]:
+    """Batches in order with their texts as tokens. While the library works on one, free of Python, masks of another are
+    made."""
+    waiting: deque[tuple[Batch, Future[list[Encoded | BadSample]]]] = deque()
+    for batch in batches:
+        texts = [item.text for item in batch.items if isinstance(item.text, Text)]
+        waiting.append((batch, pool.submit(encoder.encode, texts)))
+        if len(waiting) > ENCODING_THREADS:
+            first, results = waiting.popleft()
+            yield first, results.result()
+    for first, results in waiting:
+        yield first, results.result()
+
+
+def _take(batch: Batch, results: list[Encoded | BadSample], writer: TokenWriter, account: _Account) -> None:
     account.rows_in += len(batch.items)
-    texts = [item.text for item in batch.items if isinstance(item.text, Text)]
-    results = iter(encoder.encode(texts))
+    remaining = iter(results)
     for file, line, text in batch.items:
-        result = text if isinstance(text, str) else next(results)
+        result = text if isinstance(text, str) else next(remaining)
         if not isinstance(result, Encoded):
             account.refuse(file, line, str(result))
             continue

@@ -27,6 +27,7 @@ from megatrain.data.options import BadRow, Report
 
 FILES = ("tokens.bin", "trained.bin", "offsets.bin", "sources.bin")
 HASH_PIECE_BYTES = 4 << 20
+FLAGS_AT_ONCE = 1 << 20         # packed into bits together: a call a row took a tenth of the time of a short chat
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class TokenWriter:
         self._tokens = self._streams.enter_context(open(self._temporary / "tokens.bin", "xb"))  # noqa: SIM115
         self._trained = self._streams.enter_context(open(self._temporary / "trained.bin", "xb"))  # noqa: SIM115
         self._bad = self._streams.enter_context(open(self._temporary / "bad_rows.jsonl", "x", encoding="utf-8"))  # noqa: SIM115
-        self._carry = np.zeros(0, bool)     # flags of the byte not yet full
+        self._flags: list[np.ndarray] = [np.zeros(0, bool)]     # not yet written
+        self._num_flags = 0
         self._offsets = array("q", [0])
         self._sources = array("q")
         self.num_trained = 0
@@ -99,13 +101,21 @@ class TokenWriter:
     def add(self, ids: Sequence[int] | np.ndarray, trained: np.ndarray, file_index: int, line: int) -> None:
         """Append one sample."""
         self._tokens.write(np.asarray(ids, self._dtype).tobytes())
-        flags = np.concatenate([self._carry, trained])
-        whole = len(flags) & ~7
-        self._trained.write(np.packbits(flags[:whole], bitorder="little").tobytes())
-        self._carry = flags[whole:]
+        self._flags.append(trained)
+        self._num_flags += len(trained)
+        if self._num_flags >= FLAGS_AT_ONCE:
+            self._write_flags()
         self._offsets.append(self._offsets[-1] + len(ids))
         self._sources.extend((file_index, line))
         self.num_trained += int(np.count_nonzero(trained))
+
+    def _write_flags(self) -> None:
+        """The flags that fill whole bytes; the rest waits."""
+        flags = np.concatenate(self._flags)
+        whole = len(flags) & ~7
+        self._trained.write(np.packbits(flags[:whole], bitorder="little").tobytes())
+        self._flags = [flags[whole:]]
+        self._num_flags = len(flags) - whole
 
     def add_bad(self, row: BadRow) -> None:
         """Note one row that was left out."""
@@ -114,7 +124,8 @@ class TokenWriter:
     def commit(self, report: Report, *, is_documents: bool, pad_id: int, files: Sequence[str]) -> None:
         """Make the folder appear under its final name, whole; a folder that is there already (another process wrote
         the same) stays."""
-        self._trained.write(np.packbits(self._carry, bitorder="little").tobytes())
+        self._write_flags()
+        self._trained.write(np.packbits(self._flags[0], bitorder="little").tobytes())
         self._streams.close()
         (self._temporary / "offsets.bin").write_bytes(self._offsets.tobytes())
         (self._temporary / "sources.bin").write_bytes(self._sources.tobytes())
