@@ -89,17 +89,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def write_run_config(folder: Path, model: Path, rest: str) -> Path:
+    """`folder`/run.yaml of a run in `folder`/run, saved every 2 steps, with its rows beside it; `rest`: more lines."""
+    write_rows(folder / "train.jsonl", 40)
+    write_rows(folder / "eval.jsonl", 5, first=40)
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {model}\ndataset: {folder}/train.jsonl\neval_dataset: {folder}/eval.jsonl\n"
+        f"output_dir: {folder}/run\nmax_length: 64\nmicro_batch_tokens: 64\nlearning_rate: 1e-2\nsave_steps: 2\n"
+        f"device: cpu\n{rest}",
+        "utf-8",
+    )
+    return path
+
+
 @pytest.fixture
 def run_config(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config file of a run of 6 steps in `tmp_path`, saved every 2."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_rows(tmp_path / "train.jsonl", 40)
-    write_rows(tmp_path / "eval.jsonl", 5, first=40)
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        f"model: {tiny_model}\ndataset: {tmp_path}/train.jsonl\neval_dataset: {tmp_path}/eval.jsonl\n"
-        f"output_dir: {tmp_path}/run\nmax_length: 64\nmicro_batch_tokens: 64\ntrain_batch_size: 3\nmax_steps: 6\n"
-        "learning_rate: 1e-2\nsave_steps: 2\neval_steps: 3\ndevice: cpu\n",
-        "utf-8",
-    )
-    return path
+    return write_run_config(tmp_path, tiny_model, "train_batch_size: 3\nmax_steps: 6\neval_steps: 3\n")

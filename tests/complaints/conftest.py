@@ -8,23 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_verbs import megatrain
-from tests.conftest import write_rows
+from tests.conftest import write_run_config
 
 STEPS = 4
 
 
 def write_config(folder: Path, model: Path) -> Path:
     """A config of a run of `STEPS` steps, saved and evaluated every 2, whose rows differ in length."""
-    write_rows(folder / "train.jsonl", 40)
-    write_rows(folder / "eval.jsonl", 5, first=40)
-    path = folder / "run.yaml"
-    path.write_text(
-        f"model: {model}\ndataset: {folder}/train.jsonl\neval_dataset: {folder}/eval.jsonl\n"
-        f"output_dir: {folder}/run\nmax_length: 64\nmicro_batch_tokens: 64\ntrain_batch_size: 8\nmax_steps: {STEPS}\n"
-        "learning_rate: 1e-2\nsave_steps: 2\neval_steps: 2\ndevice: cpu\npacking: false\n",
-        "utf-8",
+    return write_run_config(
+        folder, model, f"train_batch_size: 8\nmax_steps: {STEPS}\neval_steps: 2\npacking: false\n"
     )
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory import Pinned
+from megatrain.memory import pinned as pinned_module
 from megatrain.models.layout import Layout, layout_of
 from megatrain.models.spec import SegmentSpec, TensorSpec
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -225,7 +226,7 @@ def test_only_what_travels_is_pinned_and_close_unpins(
         pinned_sizes.extend(buffer.nbytes for buffer in buffers)
         return Pinned(sum(pinned_sizes), (), "refused after 0 bytes")
 
-    monkeypatch.setattr(store_module, "register", fake_register)
+    monkeypatch.setattr(pinned_module, "register", fake_register)
     monkeypatch.setattr(store_module, "unregister", unpinned.append)
     segment = SegmentPlan("L000", "block", trainable=True, weights="own", grads="own", update=update)  # type: ignore[arg-type]
     plan = Plan((segment,), False, 2, 2, 1)

@@ -12,7 +12,6 @@ from megatrain.cli.assemble import Planned, planned, store_of
 from megatrain.config import RunConfig, read_config
 from megatrain.config_spellings import keys_of, refuse_unknown
 from megatrain.errors import CheckpointError, ConfigError, ModelError
-from megatrain.models.hf_folder import read_hf_config
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import plan_run, refuse_misfit
 from megatrain.report import best_step, read_metrics
@@ -76,15 +75,7 @@ def config_of(path: Path, words: Sequence[str], heeded: Collection[str] = RunCon
             return config
         asked = {key: value for key, value in config if key in given}  # what was asked for stays a wish
         return on_cpu(config).model_copy(update=asked)
-    config = read_config(None, [f"model={json.dumps(str(path))}", 'dataset="-"', *words])
-    if "max_length" in given:
-        return config
-    model = read_hf_config(path)
-    name = "max_position_embeddings"
-    positions = model.to_dict().get(model.attribute_map.get(name, name))
-    if isinstance(positions, int) and positions < config.max_length:
-        config = config.model_copy(update={"max_length": positions})
-    return config
+    return read_config(None, [f"model={json.dumps(str(path))}", 'dataset="-"', *words])
 
 
 def on_cpu(config: RunConfig) -> RunConfig:

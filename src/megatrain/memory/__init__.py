@@ -17,7 +17,7 @@ from megatrain.memory.limits import (
     peak_rss_bytes,
     reset_peak_rss,
 )
-from megatrain.memory.pinned import Pinned, copy_in_pieces, register, unregister
+from megatrain.memory.pinned import Pinned, copy_in_pieces, pin, register, unregister
 
 __all__ = [
     "DeviceArena",
@@ -31,6 +31,7 @@ __all__ = [
     "locked_memory_limit_bytes",
     "padded",
     "peak_rss_bytes",
+    "pin",
     "register",
     "reset_peak_rss",
     "unregister",

@@ -6,6 +6,7 @@ itself, in pieces counted from its own start, and `copy_in_pieces` never crosses
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,14 @@ def register(buffers: Sequence[Tensor]) -> Pinned:
                 return Pinned(total_bytes, (), refused)
             pieces.append((buffer.data_ptr() + start_bytes, size_bytes))
     return Pinned(total_bytes, tuple(pieces), None)
+
+
+def pin(buffers: Sequence[Tensor]) -> Pinned:
+    """`register`, and a warning where that is refused: copies go on, slower."""
+    pinned = register(buffers)
+    if pinned.refused:
+        warnings.warn(f"{pinned.refused}; copies will be slower", stacklevel=3)
+    return pinned
 
 
 def copy_in_pieces(target: Tensor, source: Tensor) -> None:

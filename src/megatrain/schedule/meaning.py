@@ -66,6 +66,7 @@ class Meaning:
         self.landing["land.grad"] = {Place("land.grad", i) for i in range(plan.grad_landing_slots)}
         self.lowest = min((self.number_of[s.name] for s in self.trainable), default=len(plan.segments))
         self.has_tied_grad = plan.has_tied_grad
+        self.offloaded, self.waiting_in_ram = frozenset(plan.offloaded), frozenset(plan.waiting_in_ram)
         self._of_micro_batch: dict[Kind, Callable[[SegmentPlan, int], Need]] = {
             Kind.EMBED: self._embed,
             Kind.FORWARD: self._forward,
@@ -188,7 +189,7 @@ class Meaning:
         return self.weight_places[segment.name], self.weights(segment, self.now.computed_with)
 
     def _flow_in_place(self, what: str, of: str | int, m: int) -> Wanted:
-        if what == "act" and of in self.plan.offloaded:
+        if what == "act" and of in self.offloaded:
             return {Place("h", slot, m) for slot in range(self.plan.act_slots)}, self._flow(what, of, m)
         place = Place(what, of, m) if what in ("act", "kept") else Place(what, "", m)
         return (place,), self._flow(what, of, m)
@@ -286,7 +287,7 @@ class Meaning:
 
     def _offload(self, segment: SegmentPlan, m: int) -> Need:
         block = self.number_of[segment.name] - 1
-        if block not in self.plan.waiting_in_ram:
+        if block not in self.waiting_in_ram:
             raise Fault(f"the input of {segment.name} never leaves HBM")
         slot = self._flow_in_place("act", block, m)
         return Need([slot], [((Place("ram.act", block, m),), slot[1])])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatrain.memory import HostArena, Pinned, padded, register, unregister
+from megatrain.memory import HostArena, Pinned, padded, pin, unregister
 from megatrain.models.layout import Entry, Layout
 from megatrain.planner.landing import landing_bytes
 from megatrain.schedule.plan import Plan, SegmentPlan, Tier
@@ -87,7 +86,8 @@ class SegmentStore:
         self._place(stays)
         if device.type == "cuda":
             landing = self.disk.slots_of("w") if self.disk else []
-            self._pin([*(self._flats[segment, kind] for segment, kind, _ in travels), *landing])
+            buffers = [*(self._flats[segment, kind] for segment, kind, _ in travels), *landing]
+            self.pinned = pin(buffers) if buffers else None
 
     def _place(self, rows: list[tuple[str, str, int]]) -> None:
         """Gives each (segment, kind, count) its page-aligned part of one new arena."""
@@ -101,13 +101,6 @@ class SegmentStore:
         self._arenas.append(arena)
         for (segment, kind, count), offset_bytes in zip(rows, offsets_bytes, strict=True):
             self._flats[segment, kind] = arena.view(offset_bytes, count, self.dtype(kind))
-
-    def _pin(self, buffers: list[Tensor]) -> None:
-        if not buffers:
-            return
-        self.pinned = register(buffers)
-        if self.pinned.refused:
-            warnings.warn(f"{self.pinned.refused}; copies will be slower", stacklevel=3)
 
     def dtype(self, kind: str) -> torch.dtype:
         """The element type of a kind at this store's precision."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
-from megatrain.memory import HostArena, Pinned, padded, register, unregister
+from megatrain.memory import HostArena, Pinned, padded, pin, unregister
 
 
 class WaitingInputs:
@@ -29,9 +27,7 @@ class WaitingInputs:
         for index, key in enumerate(keys):
             self._buffers[key] = self._arena.view(index * one_bytes, num_elements, dtype)
         if device.type == "cuda":
-            self._pinned = register(list(self._buffers.values()))
-            if self._pinned.refused:
-                warnings.warn(f"{self._pinned.refused}; copies will be slower", stacklevel=2)
+            self._pinned = pin(list(self._buffers.values()))
 
     def flat(self, block: int, micro_batch: int) -> Tensor:
         """Where the input of `block` waits; micro-batches of different rounds share their buffers."""
