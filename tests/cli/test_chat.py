@@ -220,14 +220,38 @@ def test_one_answer_on_stdout_and_its_speed_on_stderr(trained: Path, capsys: pyt
     assert capsys.readouterr().out != first.out
 
 
-def test_what_is_piped_in_is_the_prompt(
+def test_piped_lines_are_turns_and_a_dash_takes_them_whole(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert megatrain("chat", trained, "--raw", "--prompt", PROMPT, "--max-tokens", "6") == 0
-    expected = capsys.readouterr().out
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
-    assert megatrain("chat", trained, "--raw", "--max-tokens", "6") == 0
-    assert capsys.readouterr().out == expected
+    asked: list[list[str]] = []
+    answer = Talker.answer
+
+    def spy(self: Talker, messages: list[dict[str, str]], sampling: Sampling, out: io.StringIO) -> Writer:
+        asked.append([message["content"] for message in messages])
+        return answer(self, messages, sampling, out)
+
+    def piped(text: str, *words: str) -> int:
+        asked.clear()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return megatrain("chat", trained, *words, "--max-tokens", "4")
+
+    monkeypatch.setattr(Talker, "answer", spy)
+    assert piped(PROMPT, "--prompt", PROMPT) == 0
+    alone = capsys.readouterr().out
+    assert piped(f"{PROMPT}\n\n/new\n{PROMPT}\na log\n/exit\nfar\n") == 0
+    shown = capsys.readouterr().out
+    assert [len(messages) for messages in asked] == [1, 1, 3], "an empty line is no turn; /new forgets, /exit ends"
+    assert shown.startswith(alone * 2)
+    assert PROMPT not in shown
+    assert "you>" not in shown
+    assert piped("the cat\nsat on\n", "--prompt", "-") == 0
+    assert asked == [["the cat\nsat on"]]
+    capsys.readouterr()
+    assert piped("\n/new\n") == 2
+    assert "standard input holds no prompt; give one a line" in capsys.readouterr().err
+    assert piped("rain " * 200 + "\nfar\n") == 2
+    assert "the model knows 128 positions" in capsys.readouterr().err
+    assert len(asked) == 1, "a script is told, and not answered as if nothing were missing"
 
 
 class Terminal(io.StringIO):
@@ -274,6 +298,8 @@ def test_ctrl_c_stops_the_answer(talker: Talker, trained: Path, monkeypatch: pyt
     assert writer.stopped
     assert len(writer.ids) == 3
     assert megatrain("chat", trained, "--prompt", PROMPT) == 130
+    monkeypatch.setattr(sys, "stdin", io.StringIO("far\naway\n"))
+    assert megatrain("chat", trained) == 130
 
 
 def test_mistakes_end_in_one_sentence(

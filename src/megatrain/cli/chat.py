@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -28,6 +28,7 @@ from megatrain.planner.table import gib
 from megatrain.store import SegmentStore
 
 PROMPT = "you> "
+WHOLE_INPUT = "-"  # as a prompt: all of standard input
 HELP = "an empty line is ignored; /new starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 CACHE_TOKENS = 8192  # of a long conversation: HBM for their keys and values is not filled with blocks
 PASS_TOKENS = 512  # what the planner counts the working memory of a pass with
@@ -203,11 +204,10 @@ def chat(
     raw: bool,
     words: Sequence[str],
 ) -> int:
-    """One answer to `prompt` (or to what is piped in), or a conversation on a terminal."""
+    """One answer to `prompt` ("-": to all of standard input), or a conversation, a line a turn: typed or piped."""
     if raw and system is not None:
         raise ConfigError("--raw continues text as it is, so --system has no place; leave one of them out")
-    interactive = prompt is None and sys.stdin.isatty()
-    if prompt is None and not interactive:
+    if prompt == WHOLE_INPUT:
         prompt = sys.stdin.read().rstrip("\n")
     config = config_of(path, words, HEEDED)
     (source,) = sources_of(path, [step] if is_run(path) or step != "latest" else [])
@@ -216,9 +216,11 @@ def chat(
     stopped = False
     if prompt is not None:
         stopped = _turn(talker, [*before, {"role": "user", "content": prompt}], sampling).stopped
-    else:
+    elif sys.stdin.isatty():
         print(f"{source.label} of {path}; {HELP}", file=sys.stderr)
-        _converse(talker, before, sampling)
+        _converse(talker, before, sampling, _typed(), typed=True)
+    else:
+        stopped = _converse(talker, before, sampling, map(str.strip, sys.stdin), typed=False)
     talker.close()
     return 128 + signal.SIGINT if stopped else 0
 
@@ -230,30 +232,40 @@ def _turn(talker: Talker, messages: Messages, sampling: Sampling) -> Writer:
     return writer
 
 
-def _converse(talker: Talker, before: Messages, sampling: Sampling) -> None:
-    """Turns until the input ends. A turn reads the whole conversation again: one pass, the price of one token."""
-    messages = list(before)
-    for line in _lines():
+def _converse(talker: Talker, before: Messages, sampling: Sampling, lines: Iterable[str], *, typed: bool) -> bool:
+    """A turn for every line until they end; whether Ctrl-C ended them. Each reads the conversation again: one pass.
+
+    Whoever types sees an answer stop, or a prompt refused, and goes on; a script must not take either for success.
+    """
+    messages, asked_any = list(before), False
+    for line in lines:
+        if line == "/exit":
+            break
         if line == "/new":
             messages = list(before)
+        if line in ("", "/new"):
             continue
-        asked = [*messages, {"role": "user", "content": line}]
+        asked, asked_any = [*messages, {"role": "user", "content": line}], True
         try:
-            text = _turn(talker, asked, sampling).text
+            writer = _turn(talker, asked, sampling)
         except DataError as error:
+            if not typed:
+                raise DataError(f"{error} (after a line with /new)") from error
             print(f"megatrain: {error} (/new)", file=sys.stderr)
             continue
-        messages = [*asked, {"role": "assistant", "content": text}]
+        if writer.stopped and not typed:
+            return True
+        messages = [*asked, {"role": "assistant", "content": writer.text}]
+    if not typed and not asked_any:
+        raise DataError("standard input holds no prompt; give one a line, or --prompt TEXT")
+    return False
 
 
-def _lines() -> Iterator[str]:
+def _typed() -> Iterator[str]:
+    """The lines of a terminal, until Ctrl-D or Ctrl-C."""
     while True:
         try:
-            line = input(PROMPT).strip()
+            yield input(PROMPT).strip()
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if line == "/exit":
-            return
-        if line:
-            yield line

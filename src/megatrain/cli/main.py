@@ -183,7 +183,9 @@ def evaluate(
 def chat(
     path: ModelPath,
     words: Words = None,
-    prompt: Annotated[str | None, typer.Option(help="Ask this and end; without it, a conversation.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Ask this and end; -: all of standard input. Without it, a conversation.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[
