@@ -61,7 +61,9 @@ class _FirstFailure:
 
 
 def is_tree(path: str) -> bool:
-    """Whether this entry of a module path leads to some copy of the program."""
+    """Whether this entry of a module path leads to some copy of the program, and to nothing else that is needed."""
+    if Path(path).name in ("site-packages", "dist-packages"):
+        return False  # an installed program lies among the libraries; the copy comes before it
     return (Path(path) / "megatrain/__init__.py").exists() or (Path(path) / "tests/mutation").exists()
 
 
