@@ -33,13 +33,14 @@ def averaged(old: np.ndarray, master: np.ndarray, decay: float) -> np.ndarray:
 def tables_by_document(model: PreTrainedModel, packing: Packing) -> None:
     """Rotary tables that depend on a length are made, document by document, by a rotary module built for it alone."""
     parameters = model.config.to_dict().get("rope_parameters") or {}
-    if parameters.get("rope_type") not in ("dynamic", "longrope"):
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    if not {"dynamic", "longrope"} & {one.get("rope_type") for one in (parameters, *by_layer_type)}:
         return
 
-    def tables(kind: type[nn.Module], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(kind: type[nn.Module], x: Tensor, position_ids: Tensor, *layer_type: str) -> tuple[Tensor, Tensor]:
         start, cos, sin = 0, [], []
         for length in packing.lengths_tokens:
-            part = kind(model.config).to(x.device)(x, position_ids[:, start : start + length])
+            part = kind(model.config).to(x.device)(x, position_ids[:, start : start + length], *layer_type)
             cos.append(part[0])
             sin.append(part[1])
             start += length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from megatrain.errors import ModelError
 from megatrain.models.documents import Packing, tables_by_document
@@ -19,7 +19,18 @@ from tests.models.streamed import Homes, streamed_logits
 
 CPU = torch.device("cpu")
 LENGTHS = (20, 12, 5)  # long, not so long, short: the tables of the cases change at 8 tokens
-CASES = ("phi3-longrope", "llama-dynamic")
+BY_TYPE = "gemma3, one of two tables"  # its backbone asks for a table by layer type
+CASES = ("phi3-longrope", "llama-dynamic", BY_TYPE)
+
+
+def config_of(case: str) -> PreTrainedConfig:
+    if case != BY_TYPE:
+        return tiny_config(case)
+    tables = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    }
+    return tiny_config("gemma3", rope_parameters=tables, max_position_embeddings=8)
 
 
 def logits_of(template: ModelTemplate, *lengths: int) -> Tensor:
@@ -33,7 +44,7 @@ def logits_of(template: ModelTemplate, *lengths: int) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_packed_document_has_the_tables_it_has_alone(case: str) -> None:
-    config = tiny_config(case)
+    config = config_of(case)
     packed = logits_of(ModelTemplate(config, CPU, torch.float32), *LENGTHS)
     masters = tiny_masters(model_spec(config))
     start = 0
@@ -48,7 +59,7 @@ def test_a_packed_document_has_the_tables_it_has_alone(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_neighbours_and_the_past_change_no_table(case: str) -> None:
-    template = ModelTemplate(tiny_config(case), CPU, torch.float32)
+    template = ModelTemplate(config_of(case), CPU, torch.float32)
     before = logits_of(template, 13, 3)
     assert torch.equal(logits_of(template, *LENGTHS, 13, 3)[-16:], before)
     assert torch.equal(logits_of(template, 13, 3), before), "a long document that came before is forgotten"
@@ -57,7 +68,7 @@ def test_neighbours_and_the_past_change_no_table(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_steps_with_tables_by_document_are_the_references(case: str, precision: str) -> None:
-    config = tiny_config(case)
+    config = config_of(case)
     masters = tiny_masters(model_spec(config))
     steps = [[tiny_batch(LENGTHS, seed=s), tiny_batch((5, 7, 25), seed=9 + s)] for s in range(2)]
     hypers = [AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)] * 2

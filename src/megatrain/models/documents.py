@@ -99,11 +99,14 @@ def _rope_types(parameters: Mapping[str, Any]) -> list[str]:
 
 
 def _tables_of_each_document(
-    new: nn.Module, packing: Packing, x: Tensor, position_ids: Tensor, **kwargs: Any
+    new: nn.Module, packing: Packing, x: Tensor, position_ids: Tensor, *layer_type: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """What copies of the rotary module `new` give for the positions of each document, end to end."""
+    """What copies of the rotary module `new` give for the positions of each document, end to end.
+
+    Models with tables by layer type pass it on, some by its place and some by its name.
+    """
     pieces = position_ids.split(packing.lengths_tokens, dim=1)
-    tables = [copy.deepcopy(new)(x, position_ids=piece, **kwargs) for piece in pieces]
+    tables = [copy.deepcopy(new)(x, piece, *layer_type, **kwargs) for piece in pieces]
     return tuple(torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
 
 
