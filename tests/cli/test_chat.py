@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli.chat import Talker, Writer, talker_of
 from megatrain.cli.main import main
-from megatrain.cli.opened import config_of, sources_of
+from megatrain.cli.opened import sources_of
+from megatrain.cli.pointed import config_of
 from megatrain.config import RunConfig
 from megatrain.models.generate import Sampling, _BorrowingLayer
 from tests.families import tiny_config

@@ -59,7 +59,7 @@ def test_every_dtype_is_the_rounded_master(run_config: Path, tmp_path: Path, pre
 def test_shards_and_steps(run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert megatrain("train", run_config) == 0
     run = tmp_path / "run"
-    monkeypatch.setattr("megatrain.cli.export_run.MIN_SHARD_BYTES", 1)
+    monkeypatch.setattr("megatrain.cli.exported.MIN_SHARD_BYTES", 1)
     assert megatrain("export", run, tmp_path / "out", "--shard-size", "20KB", "--step", "4", "--dtype", "fp32") == 0
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2

@@ -53,20 +53,75 @@ def test_a_key_written_as_an_option_is_told_how_keys_are_written(
     assert "No such option" in capsys.readouterr().err
 
 
-def test_a_mistake_in_a_config_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+from megatrain.cli.main import main
+told = {}
+for line in json.load(sys.stdin):
+    sys.argv, error = ["megatrain", *line.split()], io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as ended:
+            told[line] = ended.code, error.getvalue(), bool(sys.modules.keys() & {"torch", "transformers"})
+print(json.dumps(told))
+"""
+
+
+def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("model: m\ndataset: d\nlerning_rate: 1\n")
-    script = (
-        "import sys; from megatrain.cli.main import main\n"
-        "try: main()\n"
-        "finally: sys.exit(9 if 'torch' in sys.modules else 2)"
-    )
-    for verb in (("train",), ("plan",), ("data", "preview")):
-        for file in ("bad.yaml", "none.yaml"):
-            ended = subprocess.run(
-                [sys.executable, "-c", script, *verb, file], cwd=tmp_path, capture_output=True, text=True, check=False
-            )
-            assert ended.returncode == 2, ended.stderr
-            assert "megatrain: " in ended.stderr
+    (tmp_path / "my.yaml").write_text("model: m\ndataset: d\noutput_dir: left\n")
+    for folder, text in (("run", "model: m\ndataset: d\n"), ("left/checkpoints/step-3/model", "")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(text)
+    (tmp_path / "run/checkpoints/step-3").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    cases = {
+        "train bad.yaml": "unknown key 'lerning_rate'",
+        "train none.yaml": "cannot be read",
+        "train my.yaml --allow dta": "did you mean 'data'?",
+        "train my.yaml": "has checkpoints but no config.yaml",
+        "plan bad.yaml": "unknown key",
+        "data preview none.yaml": "cannot be read",
+        "resume none": "it is not there",
+        "resume run lerning_rate=1": "unknown key",
+        "resume run output_dir=b": "would change nothing here",
+        "resume run --allow dta": "did you mean 'data'?",
+        "eval none": "is not there: neither",
+        "eval run": "names no eval_dataset",
+        "eval run --dataset a.jsonl --step 9": "no checkpoint of step 9; it holds 3",
+        "eval run --dataset a.jsonl --step best": "none is best",
+        "eval run --dataset a.jsonl --step base": "the run started from m, which is not there",
+        "eval model --dataset a.jsonl --step 2": "is a model folder, not a run",
+        "eval run max_lenth=9": "unknown key",
+        "chat none": "is not there: neither",
+        "chat run --step first": "step is 'first'",
+        "chat run learning_rate=1": "would change nothing here",
+        "chat run --raw --system s": "so --system has no place",
+        "export none out": "is not there: neither",
+        "export model out": "is a model folder already",
+        "export run model": "is already there",
+        "export run out --dtype int4": "dtype is 'int4'",
+        "export run out --shard-size 5": "shard-size is '5'",
+        "export run out --step 9": "no checkpoint of step 9",
+        "export run out --format gguf": "format is 'gguf'",
+        "report none": "is not there: neither",
+        "report model": "is a model folder; a report",
+        "report run --prompt a": "the run started from m, which is not there",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, input=json.dumps([*cases, "report run"]),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told.pop("report run") == [0, "", False], "a report without samples needs none either"
+    for line, message in cases.items():
+        code, error, with_torch = told[line]
+        assert (code, error.count("\n"), with_torch) == (2, 1, False), (line, error)
+        assert error.startswith("megatrain: "), error
+        assert message in error, line
 
 
 def test_what_stands_in_a_configs_place_is_named(tiny_model: Path, run_config: Path, capsys: Captured) -> None:

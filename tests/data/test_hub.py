@@ -159,3 +159,43 @@ def test_a_resume_asks_nobody(hub: Path, tiny_model: Path, tmp_path: Path, run_c
     shutil.rmtree(tmp_path / "run/checkpoints/step-3")
     assert megatrain("resume", tmp_path / "run") == 0
     assert (tmp_path / "run/checkpoints/step-3").is_dir()
+
+
+@pytest.mark.usefixtures("run_config")
+def test_verbs_take_a_name_where_a_folder_is_asked_for(
+    hub: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(hub, "org/tiny", "model", {path.name: path.read_bytes() for path in tiny_model.iterdir()})
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    put(hub, "org/rows", "dataset", {"data/test.jsonl": rows.read_bytes()}, TWO)
+    cpu = ("device=cpu", "max_length=64")
+
+    def loss(*words: object) -> float:
+        capsys.readouterr()
+        assert megatrain("eval", *words, *cpu, "--json") == 0
+        return json.loads(capsys.readouterr().out)["results"][0]["loss"]
+
+    assert loss("org/tiny", "--dataset", "org/rows") == loss(tiny_model, "--dataset", rows)
+    assert loss(f"org/tiny@{ONE}", "--dataset", rows) == loss(tiny_model, "--dataset", rows)
+    assert megatrain("chat", "org/tiny", "--raw", "--prompt", "the cat", "--max-tokens", "2", "device=cpu") == 0
+    for verb in (("eval", "org/none", "--dataset", rows), ("chat", "org/none"), ("plan", "org/none")):
+        capsys.readouterr()
+        assert megatrain(*verb) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("megatrain: model org/none is no folder here and not in the hub's cache")
+        assert "hf download org/none" in error
+
+
+def test_a_plan_fetches_a_config_and_no_weight_and_no_data(
+    hub: Path, tiny_model: Path, tmp_path: Path, run_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(hub, "org/tiny", "model", {"config.json": (tiny_model / "config.json").read_bytes()})
+    for words in (("org/tiny", "max_length=64"), (run_config, "model=org/tiny", "dataset=org/nowhere")):
+        assert megatrain("plan", *words) == 0
+        assert "LlamaForCausalLM" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("cache/megatrain/hub/*/*/*")] == ["config.json"]
+    put(hub, "org/empty", "model", {"model.safetensors": b"w"})
+    assert megatrain("plan", "org/empty") == 2
+    assert "model org/empty on the hub has no config.json" in capsys.readouterr().err
+    assert megatrain("plan", "conf/my.yaml") == 2
+    assert "config file conf/my.yaml cannot be read" in capsys.readouterr().err

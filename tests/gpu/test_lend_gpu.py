@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.cli import chat, opened
-from megatrain.cli.opened import config_of, sources_of
+from megatrain.cli.opened import sources_of
+from megatrain.cli.pointed import config_of
 from megatrain.models.generate import Sampling
 from megatrain.planner import MemoryTable
 from megatrain.schedule.plan import Plan

@@ -7,7 +7,7 @@ Must never: run while an op writes what it reads; load a byte that does not matc
 """
 
 from megatrain.checkpoint.average import has_average, take_averages
-from megatrain.checkpoint.commit import CHECKPOINTS, Checkpoint, load_checkpoint, open_step, saved_steps, size_of_tree
+from megatrain.checkpoint.commit import CHECKPOINTS, Checkpoint, load_checkpoint, open_step, size_of_tree
 from megatrain.checkpoint.dcp import write_dcp_folder
 from megatrain.checkpoint.export import write_hf_folder
 from megatrain.checkpoint.fs import Files
@@ -28,7 +28,6 @@ __all__ = [
     "read_buffers",
     "restore",
     "save_checkpoint",
-    "saved_steps",
     "size_of_tree",
     "take_averages",
     "write_dcp_folder",

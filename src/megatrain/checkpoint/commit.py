@@ -197,13 +197,6 @@ def load_checkpoint(run_dir: Path, which: Literal["auto"] | Path, files: Files |
     return None
 
 
-def saved_steps(run_dir: Path, files: Files | None = None) -> list[int]:
-    """Steps of the run that have a checkpoint, lowest first; their contents are not read."""
-    files = files or Files()
-    parent = run_dir / CHECKPOINTS
-    return sorted(step for step, _ in _steps(files, parent)) if files.is_folder(parent) else []
-
-
 def size_of_tree(folder: Path) -> int:
     """Bytes on the disk of all files below `folder`; 0 if it is not there. Files that go meanwhile do not count."""
     total_bytes = 0

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from megatrain.checkpoint import CHECKPOINTS, read_buffers, size_of_tree
 from megatrain.cli import show
-from megatrain.cli.datasets import parts_of, tokens_of
-from megatrain.cli.named import localized
+from megatrain.cli.datasets import tokens_of
+from megatrain.cli.named import localized, parts_of
 from megatrain.config import RunConfig, resolved
 from megatrain.data import preview
 from megatrain.engine import Engine, Numerics
@@ -72,17 +72,17 @@ def planned(
 ) -> Planned:
     """Resolve and plan; reads the config.json of `source` (None: of the config's model) and no weight.
 
+    `config`: with local folders only.
     `plan_file`: a plan to follow instead of choosing one. `described`: another machine than this one.
     """
     transformers.logging.set_verbosity_error()
     machine, rates = _here(config) if described is None else (described.machine, described.rates)
     if config.device not in ("auto", machine.device):
         raise ConfigError(f"device is {config.device}, but the machine plans for {machine.device}; set it to auto")
-    local = localized(config)
-    source = Path(local.model) if source in (None, Path(config.model)) else source
+    source = Path(config.model) if source is None else source
     hf_config = read_hf_config(source)
     spec = model_spec(hf_config, freeze=config.freeze, allow_unproven=config.allow_unproven)
-    config = resolved(_within_positions(local, spec), machine.device, machine.num_cores)
+    config = resolved(_within_positions(config, spec), machine.device, machine.num_cores)
     if config.max_length > spec.max_positions:
         raise ConfigError(
             f"max_length is {config.max_length}, but the model knows {spec.max_positions} positions; "

@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from megatrain.checkpoint import read_buffers
 from megatrain.cli.assemble import Planned
-from megatrain.cli.opened import Source, config_of, filled_store, is_run, on_cpu, planned_to_read, sources_of
+from megatrain.cli.opened import Source, filled_store, planned_to_read, sources_of
+from megatrain.cli.pointed import on_cpu
 from megatrain.config import RunConfig
 from megatrain.data.formats import BadSample
 from megatrain.data.sandbox import source_of
 from megatrain.data.template import ChatTemplate
 from megatrain.engine.lend import Lender
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import DataError
 from megatrain.models.generate import GenerativeModel, Sampling
 from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner.table import gib
@@ -32,7 +33,6 @@ WHOLE_INPUT = "-"  # as a prompt: all of standard input
 HELP = "an empty line is ignored; /new starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 CACHE_TOKENS = 8192  # of a long conversation: HBM for their keys and values is not filled with blocks
 PASS_TOKENS = 512  # what the planner counts the working memory of a pass with
-HEEDED = ("device", "memory", "precision", "allow_unproven")  # keys of the command line
 Messages = list[dict[str, str]]
 
 
@@ -196,21 +196,18 @@ def _template_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> ChatTempla
 
 def chat(
     path: Path,
+    config: RunConfig,
     step: str,
     prompt: str | None,
     system: str | None,
     sampling: Sampling,
     *,
     raw: bool,
-    words: Sequence[str],
 ) -> int:
     """One answer to `prompt` ("-": to all of standard input), or a conversation, a line a turn: typed or piped."""
-    if raw and system is not None:
-        raise ConfigError("--raw continues text as it is, so --system has no place; leave one of them out")
     if prompt == WHOLE_INPUT:
         prompt = sys.stdin.read().rstrip("\n")
-    config = config_of(path, words, HEEDED)
-    (source,) = sources_of(path, [step] if is_run(path) or step != "latest" else [])
+    (source,) = sources_of(path, [step])
     talker = talker_of(config, source, raw=raw)
     before: Messages = [] if system is None else [{"role": "system", "content": system}]
     stopped = False

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from megatrain.checkpoint import size_of_tree
+from megatrain.cli.named import parts_of, token_cache
 from megatrain.config import RunConfig
 from megatrain.config_values import DatasetPart
 from megatrain.data import BatchPlan, DataOptions, MicroBatch, Part, TokenDataset, eval_micro_batches, prepare
 from megatrain.errors import DataError
 from megatrain.planner.table import gib
-
-
-def parts_of(config: RunConfig) -> tuple[DatasetPart, ...]:
-    """The training datasets, one or several, in one form."""
-    return (DatasetPart(path=config.dataset),) if isinstance(config.dataset, str) else config.dataset
 
 
 def tokens_of(config: RunConfig, part: DatasetPart, tokenizer: PreTrainedTokenizerBase) -> TokenDataset:
@@ -43,12 +38,6 @@ def tokens_of(config: RunConfig, part: DatasetPart, tokenizer: PreTrainedTokeniz
             f"the token cache {options.cache_dir} cannot be used: {error}; free disk space there, or set "
             "XDG_CACHE_HOME to a folder that can be written"
         ) from error
-
-
-def token_cache() -> Path:
-    """Where datasets are kept as tokens, by content, for all runs of this user."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "megatrain" / "tokens"
 
 
 def training_parts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Part]:

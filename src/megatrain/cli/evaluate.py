@@ -13,32 +13,14 @@ from pathlib import Path
 
 from megatrain.cli.assemble import engine_of
 from megatrain.cli.datasets import held_out
-from megatrain.cli.opened import Source, config_of, filled_store, planned_to_read, sources_of
+from megatrain.cli.named import local
+from megatrain.cli.opened import Source, filled_store, planned_to_read, sources_of
 from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig
 from megatrain.errors import ConfigError, DataError
 from megatrain.models.hf_folder import read_tokenizer
 from megatrain.train.loop import token_batches
 
-# Keys of the command line that an evaluation heeds; the harness reads the model with transformers, not with us.
-HEEDED = (
-    "eval_dataset",
-    "max_length",
-    "packing",
-    "truncation",
-    "assistant_only_loss",
-    "train_roles",
-    "precision",
-    "micro_batch_tokens",
-    "loss_chunk_tokens",
-    "deterministic",
-    "compile",
-    "allow_unproven",
-    "device",
-    "memory",
-    "round_micro_batches",
-)
-HARNESS_HEEDED = ("device", "precision", "allow_unproven")
 HARNESS = "lm_eval"
 HARNESS_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -54,13 +36,10 @@ class Result:
     tokens: int
 
 
-def evaluate(path: Path, words: Sequence[str], dataset: str | None, steps: Sequence[str], *, as_json: bool) -> int:
+def evaluate(path: Path, config: RunConfig, steps: Sequence[str], *, as_json: bool) -> int:
     """Print loss and perplexity of each checkpoint asked for."""
-    if dataset is not None:
-        words = [*words, f"eval_dataset={json.dumps(dataset)}"]
-    config = config_of(path, words, HEEDED)
-    if config.eval_dataset is None:
-        raise ConfigError(f"{path} names no eval_dataset; give one with --dataset FILE")
+    assert config.eval_dataset is not None, "refused by config_to_evaluate"
+    config = config.model_copy(update={"eval_dataset": local(config.eval_dataset, "dataset")})
     results = [_result(config, source) for source in sources_of(path, steps)]
     if as_json:
         print(json.dumps({"dataset": config.eval_dataset, "results": [_plain(result) for result in results]}, indent=1))
@@ -103,14 +82,13 @@ def _plain(result: Result) -> dict[str, object]:
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in members.items()}
 
 
-def evaluate_by_harness(path: Path, words: Sequence[str], steps: Sequence[str], tasks: str) -> int:
+def evaluate_by_harness(path: Path, config: RunConfig, steps: Sequence[str], tasks: str) -> int:
     """Run lm-evaluation-harness on the model folder of each checkpoint; its own tables are shown as it prints them.
 
     The harness loads the whole model through transformers, and fetches its tasks' data unless it has them.
     """
     if importlib.util.find_spec(HARNESS) is None:
         raise ConfigError('lm-eval is not installed; pip install "megatrain[eval]", or leave --lm-eval out')
-    config = config_of(path, words, HARNESS_HEEDED)
     for source in sources_of(path, steps):
         run = planned_to_read(config, source.folder)
         dtype = HARNESS_DTYPES[run.config.precision]

@@ -1,17 +1,16 @@
-"""Which folders may be written: a run and an export own theirs, and share it with nothing that is there already."""
+"""Which folders may be written: a run and an export own theirs, and share it with nothing that is there. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatrain.cli.assemble import Planned
-from megatrain.cli.datasets import parts_of
+from megatrain.cli.named import parts_of
 from megatrain.config import RunConfig
+from megatrain.config_run import OWN_NAMES, why_no_run
 from megatrain.errors import CheckpointError, ConfigError, PlanError
 from megatrain.planner.sizes import SLACK_DISK_BYTES
 from megatrain.planner.table import gib
-from megatrain.train.run_folder import OWN_NAMES
 
 
 def refuse_shared_output(config: RunConfig) -> None:
@@ -19,6 +18,8 @@ def refuse_shared_output(config: RunConfig) -> None:
     out = Path(config.output_dir).resolve()
     if (out / "config.yaml").is_file():
         return  # a run of ours already: what it shares, it shares
+    if any(out.glob("checkpoints/step-*")):
+        raise CheckpointError(why_no_run(out))
     if (out / "config.json").is_file() or any(out.glob("*.safetensors")):
         raise ConfigError(f"output_dir {out} is a model folder; a run owns its folder: choose a new one")
     for key, path in _inputs(config):
@@ -46,15 +47,14 @@ def _strangers(out: Path) -> list[str]:
     )
 
 
-def refuse_no_room(run: Planned) -> None:
+def refuse_no_room(config: RunConfig, num_parameters: int, free_bytes: int) -> None:
     """PlanError if a run without checkpoints would find no room for its model at the end, when all else is lost."""
-    if run.config.save_strategy != "no":
+    if config.save_strategy != "no":
         return  # the plan counts checkpoints
-    width_bytes = 2 if run.config.precision == "bf16" else 4
-    needed_bytes, free_bytes = run.spec.num_parameters * width_bytes + SLACK_DISK_BYTES, run.machine.disk_free_bytes
+    needed_bytes = num_parameters * (2 if config.precision == "bf16" else 4) + SLACK_DISK_BYTES
     if needed_bytes > free_bytes:
         raise PlanError(
-            f"the model at the end of the run takes {gib(needed_bytes)} in {run.config.output_dir}, {gib(free_bytes)} "
+            f"the model at the end of the run takes {gib(needed_bytes)} in {config.output_dir}, {gib(free_bytes)} "
             "are free; free disk space, or choose an output_dir on another disk"
         )
 

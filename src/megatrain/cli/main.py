@@ -41,7 +41,9 @@ Allow = Annotated[
     list[str] | None, typer.Option(help="Key that may differ from the run that is resumed.", metavar="KEY")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-ModelPath = Annotated[Path, typer.Argument(help="Run folder or Hugging Face model folder.", metavar="RUN|MODEL_FOLDER")]
+ModelPath = Annotated[
+    Path, typer.Argument(help="Run folder, Hugging Face model folder, or hub name (ORG/NAME).", metavar="RUN|MODEL")
+]
 Step = Annotated[str, typer.Option(help="Checkpoint of a run: its number, latest, best or base.", metavar="N")]
 Steps = Annotated[
     list[str] | None,
@@ -84,21 +86,30 @@ def megatrain(
 @app.command()
 def train(config: ConfigFile, words: Words = None, allow: Allow = None, plan: PlanFile = None) -> None:
     """Train as CONFIG says; goes on where a run in its output_dir stopped."""
-    from megatrain.config import read_config
+    from megatrain.cli.folders import refuse_shared_output
+    from megatrain.config import allowed_keys, read_config
+    from megatrain.config_run import FACTS
 
-    wanted = read_config(config, words or ())  # before torch is: a mistake in it is answered at once
+    wanted, allowed = read_config(config, words or ()), allowed_keys(allow or (), FACTS)
+    refuse_shared_output(wanted)
 
-    from megatrain.cli.training import train_config
+    from megatrain.cli.training import train_config  # torch is imported here: a mistake above is answered at once
 
-    raise typer.Exit(train_config(wanted, allow or (), plan_file=plan))
+    raise typer.Exit(train_config(wanted, allowed, plan_file=plan))
 
 
 @app.command()
 def resume(run: RunPath, words: Words = None, allow: Allow = None) -> None:
     """Go on with RUN from its newest valid checkpoint."""
-    from megatrain.cli.training import resume_run
+    from megatrain.cli.pointed import config_to_resume
+    from megatrain.config import allowed_keys
+    from megatrain.config_run import FACTS
 
-    raise typer.Exit(resume_run(run, words or (), allow or ()))
+    wanted, allowed = config_to_resume(run, words or ()), allowed_keys(allow or (), FACTS)
+
+    from megatrain.cli.training import train_config
+
+    raise typer.Exit(train_config(wanted, allowed, must_resume=True))
 
 
 @app.command()
@@ -154,10 +165,13 @@ def export(
     ema: Annotated[bool, typer.Option("--ema", help="The average of the weights that ema_decay kept.")] = False,
 ) -> None:
     """Write a checkpoint of RUN as a folder that transformers and vLLM open unchanged, or for others to train on."""
+    from megatrain.cli.exported import export_asked
+
+    asked = export_asked(run, folder, step, dtype, shard_size, format, ema=ema)
 
     from megatrain.cli.export_run import export as verb
 
-    raise typer.Exit(verb(run, folder, step, dtype, shard_size, format, ema=ema))
+    raise typer.Exit(verb(asked))
 
 
 @app.command("eval")
@@ -172,11 +186,16 @@ def evaluate(
     ] = None,
 ) -> None:
     """Held-out loss and perplexity of one or several checkpoints, at the run's own settings."""
+    from megatrain.cli.pointed import config_to_evaluate, located
+
+    path = located(path)
+    config = config_to_evaluate(path, words or (), dataset, step or (), harness=lm_eval is not None)
+
     from megatrain.cli import evaluate as verb
 
     if lm_eval is not None:
-        raise typer.Exit(verb.evaluate_by_harness(path, words or (), step or (), lm_eval))
-    raise typer.Exit(verb.evaluate(path, words or (), dataset, step or (), as_json=json))
+        raise typer.Exit(verb.evaluate_by_harness(path, config, step or (), lm_eval))
+    raise typer.Exit(verb.evaluate(path, config, step or (), as_json=json))
 
 
 @app.command()
@@ -197,11 +216,19 @@ def chat(
     raw: Raw = False,
 ) -> None:
     """Talk to a checkpoint or a model; what does not fit the GPU streams through it layer by layer."""
+    from megatrain.cli.pointed import CHAT_KEYS, config_of, located, steps_asked
+
+    if raw and system is not None:
+        raise ConfigError("--raw continues text as it is, so --system has no place; leave one of them out")
+    path = located(path)
+    config = config_of(path, words or (), CHAT_KEYS)
+    steps_asked(path, [step])
+
     from megatrain.cli.chat import chat as verb
     from megatrain.models.generate import Sampling
 
     sampling = Sampling(max_tokens, temperature, top_p, seed)
-    raise typer.Exit(verb(path, step, prompt, system, sampling, raw=raw, words=words or ()))
+    raise typer.Exit(verb(path, config, step, prompt, system, sampling, raw=raw))
 
 
 @app.command()
@@ -213,9 +240,15 @@ def report(
     raw: Raw = False,
 ) -> None:
     """Write RUN/report/index.html: curves, memory, lanes, config, samples; one page that needs nothing else."""
+    from megatrain.cli.report_run import config_to_report
     from megatrain.cli.report_run import report as verb
 
-    raise typer.Exit(verb(run, prompt or (), raw=raw))
+    config, samples = config_to_report(run, prompt or ()), []
+    if prompt:
+        from megatrain.cli.samples import samples_of
+
+        samples = samples_of(run, config, prompt, raw=raw)
+    raise typer.Exit(verb(run, samples))
 
 
 @data_app.command()

@@ -20,17 +20,16 @@ from megatrain.checkpoint import (
     load_checkpoint,
     load_weights,
     restore,
-    saved_steps,
     write_hf_folder,
 )
 from megatrain.cli import show
 from megatrain.cli.assemble import Planned, engine_of, planned, store_of
 from megatrain.cli.datasets import batches_of, data_lines, held_out, num_steps_of, training_parts
-from megatrain.cli.folders import refuse_no_room, refuse_shared_output
-from megatrain.cli.named import sources
-from megatrain.cli.opened import refuse_unheeded, run_config
+from megatrain.cli.folders import refuse_no_room
+from megatrain.cli.named import localized, sources
 from megatrain.cli.shortage import explained_shortage
-from megatrain.config import RunConfig, allowed_keys
+from megatrain.config import RunConfig
+from megatrain.config_run import FACTS, saved_steps
 from megatrain.data import BatchPlan, MicroBatch
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import Machine
@@ -39,25 +38,25 @@ from megatrain.memory import cap_device_memory
 from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner import refuse_misfit
 from megatrain.planner.price import refuse_wear
-from megatrain.train import FACTS, Keeper, Run, RunFolder, Watch, refuse_other_run, train
+from megatrain.train import Keeper, Run, RunFolder, Watch, refuse_other_run, train
 from megatrain.train.metrics import Metrics, Work
 from megatrain.train.progress import display
 from megatrain.train.trackers import load_trackers, open_trackers
 
 
 def train_config(
-    config: RunConfig, allow: Sequence[str] = (), *, must_resume: bool = False, plan_file: Path | None = None
+    config: RunConfig, allowed: frozenset[str], *, must_resume: bool = False, plan_file: Path | None = None
 ) -> int:
     """Train as `config` says. The exit code: 0, or 128 + the signal that stopped the run.
 
-    `plan_file`: a plan.json to follow; None: the planner chooses.
+    `allowed`: what may differ from the run that is resumed. `plan_file`: a plan.json to follow; None: the planner
+    chooses.
     """
-    allowed = allowed_keys(allow, FACTS)
     packages = load_trackers(config)
-    refuse_shared_output(config)
+    config = localized(config)
     run = planned(config, source_of(config), plan_file=plan_file)
     refuse_misfit(run.spec, run.config, run.machine, run.table)
-    refuse_no_room(run)
+    refuse_no_room(run.config, run.spec.num_parameters, run.machine.disk_free_bytes)
     with RunFolder(Path(run.config.output_dir)) as folder, explained_shortage(run):
         checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
         if checkpoint is not None and run.source != Path(run.config.model):
@@ -217,13 +216,6 @@ def _train_in(
             metrics.say(f"best: {best} (eval_loss {watch.best_loss:.4f})")
     store.close()
     return 0 if outcome.signal is None else 128 + outcome.signal
-
-
-def resume_run(path: Path, words: Sequence[str], allow: Sequence[str]) -> int:
-    """Go on with the run in `path`; the folder may have been moved."""
-    heeded = RunConfig.model_fields.keys() - {"output_dir"}
-    refuse_unheeded(words, heeded, "a run goes on in its own folder; to go elsewhere, move or copy that folder first")
-    return train_config(run_config(path, words), allow, must_resume=True)
 
 
 def versions() -> dict[str, str]:

@@ -6,14 +6,29 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatrain.cli.named import hub_cache
 from megatrain.config import RunConfig, read_config
+from megatrain.models.hub import fetched_config, hub_name
+
+YAML = (".yaml", ".yml")  # of a config that is not there; not a name on the hub
 
 
 def config_to_plan(target: Path, words: Sequence[str]) -> RunConfig:
-    """The config of a YAML file; of a model folder, or its config.json alone, with defaults for everything else."""
-    folder = target if target.is_dir() else target.parent if target.name == "config.json" else None
-    if folder is None:
+    """The config of a YAML file; of a model folder, its config.json alone, or a name on the hub, with defaults.
+
+    Of a model on the hub only the config is fetched, and of data nothing.
+    """
+    config = _config_of(target, words)
+    name = hub_name(config.model)
+    if name is None:
+        return config
+    return config.model_copy(update={"model": str(fetched_config(name, hub_cache()))})
+
+
+def _config_of(target: Path, words: Sequence[str]) -> RunConfig:
+    model = target if target.is_dir() else target.parent if target.name == "config.json" else None
+    if model is None and (target.suffix in YAML or hub_name(str(target)) is None):
         return read_config(target, words)
     given = {word.partition("=")[0] for word in words}
-    defaults = [f"model={json.dumps(str(folder))}", "dataset=none"]
+    defaults = [f"model={json.dumps(str(model or target))}", "dataset=none"]
     return read_config(None, [*(word for word in defaults if word.partition("=")[0] not in given), *words])

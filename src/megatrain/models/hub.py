@@ -64,7 +64,7 @@ def fetched(name: HubName, kind: Kind, cache: Path) -> Path:
 
     ModelError or DataError, with the remedy, where that cannot be done.
     """
-    snapshot = _snapshot(name, kind)
+    snapshot = _snapshot(name, kind, FETCHED[kind])
     files = _files(snapshot, kind)
     if kind == "dataset":
         files = _one_split(name, files)
@@ -82,18 +82,29 @@ def fetched(name: HubName, kind: Kind, cache: Path) -> Path:
     return target
 
 
+def fetched_config(name: HubName, cache: Path) -> Path:
+    """A folder below `cache` with the config.json of a model and nothing else: all that a plan is made from."""
+    snapshot = _snapshot(name, "model", ("config.json",))
+    if not (snapshot / "config.json").exists():
+        raise ModelError(f"model {name.repo} on the hub has no config.json; choose another")
+    target = cache / "configs" / f"{name.repo.replace('/', '--')}@{snapshot.name}"
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _link(snapshot, PurePosixPath("config.json"), target / "config.json")
+    return target
+
+
 def revision_of(folder: Path) -> str | None:
     """`ORG/NAME@HASH` of a folder that `fetched` made; None for any other."""
     found = re.fullmatch(r"(?P<org>[^@]+?)--(?P<name>[^@]+)@(?P<hash>[0-9a-f]{40})(?:--.*)?", folder.name)
     return found and f"{found['org']}/{found['name']}@{found['hash']}"
 
 
-def _snapshot(name: HubName, kind: Kind) -> Path:
+def _snapshot(name: HubName, kind: Kind, patterns: Sequence[str]) -> Path:
     refuse = ERRORS[kind]
     command = f"hf download {name.repo}" + (" --repo-type dataset" if kind == "dataset" else "")
     try:
         return Path(snapshot_download(
-            name.repo, repo_type=kind, revision=name.revision, allow_patterns=list(FETCHED[kind]),
+            name.repo, repo_type=kind, revision=name.revision, allow_patterns=list(patterns),
             ignore_patterns=list(PASSED_OVER[kind]),
         ))  # fmt: skip
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:

@@ -6,13 +6,12 @@ May touch:     the run folder, the terminal, signal handlers of the process.
 Must never:    know a layer, a tier or a stream.
 """
 
-from megatrain.train.keep import FACTS, Keeper, refuse_other_run
+from megatrain.train.keep import Keeper, refuse_other_run
 from megatrain.train.loop import Checkpoints, Outcome, Run, Steps, train
 from megatrain.train.run_folder import RunFolder
 from megatrain.train.watch import Watch
 
 __all__ = [
-    "FACTS",
     "Checkpoints",
     "Keeper",
     "Outcome",

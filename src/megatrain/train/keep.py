@@ -10,9 +10,6 @@ from megatrain.engine import Engine
 from megatrain.errors import CheckpointError
 from megatrain.train.watch import Watch
 
-# Facts of a run that are no keys of its config; a resume must find them unchanged.
-FACTS = ("data", "versions")
-
 
 class Keeper:
     """The Checkpoints of a run. Data need no position of their own: the step number is one."""

@@ -12,13 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from megatrain.config import RunConfig, changed_keys, read_config
+from megatrain.config_run import LOCK_NAME, STARTED, replace_text
 from megatrain.errors import CheckpointError, ConfigError, UserError
-
-LOCK_NAME = ".lock"
-# What a run writes before its first step.
-STARTED = (LOCK_NAME, "config.yaml", "plan.json", "env.json", "metrics.jsonl", "log.txt")
-# All that a run owns in its folder.
-OWN_NAMES = (*STARTED, "checkpoints", "LATEST", "BEST", "model", "report", "tensorboard", "wandb", "trackio")
 
 
 class RunFolder:
@@ -84,8 +79,6 @@ class RunFolder:
 
     def refuse_changes(self, config: RunConfig, allowed: frozenset[str]) -> None:
         """CheckpointError if a key that may change bits differs from the run's config.yaml and is not allowed."""
-        if not self.config.is_file():
-            raise CheckpointError(why_no_run(self.path))
         before = read_config(self.config)
         changed = [key for key in changed_keys(before, config) if key not in allowed]
         if changed:
@@ -129,34 +122,6 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def why_no_run(path: Path) -> str:
-    """What is missing in a folder without a config.yaml that should be a run's, and the remedy."""
-    if not path.is_dir():
-        what = "it is a file" if path.exists() else "it is not there"
-        return f"{path} is no run folder: {what}; give the output_dir of a run"
-    if path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file():
-        return f"{path} is a checkpoint, no run folder; give {path.parent.parent}"
-    steps = sorted(path.glob("checkpoints/step-*/model"), key=lambda folder: folder.parent.stat().st_mtime)
-    if steps:
-        return (
-            f"{path} has checkpoints but no config.yaml, which says what they were trained with; put that file back, "
-            f"or start a new run in another output_dir with model: {steps[-1]}"
-        )
-    return f"{path} is no run folder: it has no config.yaml; give the output_dir of a run"
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` so that `path` is the old file or the new one, never a part. Mode 0600."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _step_of(line: str) -> float:
