@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__main__", "results", "presets", "baseline", "trainer_figure"}
+NOT_BENCHMARKS = {"__main__", "results", "presets", "baseline", "trainer_figure", "plan_settings", "plan_run"}
 
 
 def names() -> list[str]:

@@ -47,4 +47,15 @@ PRESETS: dict[str, dict[str, object]] = {
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "llama-3.2-1b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 1024, "tie_word_embeddings": True,
+    },
 }  # fmt: skip

@@ -1,0 +1,198 @@
+"""One planned setting, run: what it takes in seconds and bytes, and what the bytes are made of."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.step import HYPER, random_batches, randomise, synchronize, used_hbm_bytes
+from megatrain.cli.assemble import Planned, engine_of, store_of
+from megatrain.engine import Engine
+from megatrain.memory import cap_device_memory, peak_rss_bytes, reset_peak_rss
+from megatrain.models.batch import TokenBatch
+from megatrain.schedule.ops import Kind, Op
+
+LEAST_STEPS = 2  # warm, and timed, however long one takes
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a setting is run."""
+
+    warm_s: float
+    steps: int
+    most_s: float  # of timed steps, but for LEAST_STEPS of them
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Bytes at one moment. `driver`: used on the GPU by all, `reserved`: by torch's pool, `allocated`: in use of it."""
+
+    rss: int
+    driver: int
+    reserved: int
+    allocated: int
+
+    @property
+    def outside(self) -> int:
+        """CUDA's context, loaded kernels, other programs."""
+        return self.driver - self.reserved
+
+
+def mark() -> Mark:
+    """This moment."""
+    if not torch.cuda.is_available():
+        return Mark(_rss_bytes(), 0, 0, 0)
+    return Mark(_rss_bytes(), used_hbm_bytes() or 0, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was seen of a setting."""
+
+    steps_s: tuple[float, ...]
+    start_s: float  # from nothing to the end of the first step
+    lanes_s: dict[str, float]
+    marks: dict[str, Mark]  # begun, capped, stored, first step, end
+    peak_ram_bytes: int
+    peak_hbm_bytes: int  # as the driver counts
+    peak_allocated_bytes: int  # of torch's pool
+    working_bytes: dict[str, int]  # kind of op -> what it had allocated at its peak, beyond what was there before it
+
+
+@contextmanager
+def set_up(run: Planned, marks: dict[str, Mark]) -> Iterator[Engine]:
+    """The engine as `megatrain train` makes them, with random weights."""
+    if run.config.memory.hbm is not None and run.device.type == "cuda":
+        cap_device_memory(run.config.memory.hbm)
+    marks["capped"] = mark()
+    Path(run.config.output_dir).mkdir(parents=True, exist_ok=True)
+    store = store_of(run)
+    try:
+        randomise(store, run.device)
+        empty_cache()  # drawing the weights is no part of a run
+        marks["stored"] = mark()
+        engine = engine_of(run, store)
+        try:
+            yield engine
+        finally:
+            engine.close()
+    finally:
+        store.close()
+
+
+def empty_cache() -> None:
+    """Give the pool's unused memory back, if there is a GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def fresh() -> None:
+    """Nothing left of the setting before, no cap, peaks from here."""
+    empty_cache()
+    reset_peak_rss()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.reset_peak_memory_stats()
+
+
+def timed(step: Callable[[], object], pace: Pace, first: Callable[[], None]) -> tuple[float, ...]:
+    """Seconds of steps behind a warm-up; `first` is called behind the first step of all."""
+    step()
+    synchronize()
+    first()
+    started, warm = time.perf_counter(), 1
+    while warm < LEAST_STEPS or time.perf_counter() - started < pace.warm_s:
+        step()
+        warm += 1
+    synchronize()
+    steps_s: list[float] = []
+    while len(steps_s) < LEAST_STEPS or (len(steps_s) < pace.steps and sum(steps_s) < pace.most_s):
+        before = time.perf_counter()
+        step()
+        synchronize()
+        steps_s.append(time.perf_counter() - before)
+    return tuple(steps_s)
+
+
+def play(run: Planned, pace: Pace) -> Run:
+    """Run a planned setting."""
+    started = time.perf_counter()
+    marks = {"begun": mark()}
+    batches = batches_of(run)
+    supervised = supervised_of(batches)
+    start_s, lanes_s = 0.0, dict[str, float]()
+    with set_up(run, marks) as engine:
+
+        def step() -> None:
+            nonlocal lanes_s
+            lanes_s = engine.train_step(batches, supervised, HYPER).lanes_s
+
+        def first() -> None:
+            nonlocal start_s
+            start_s = time.perf_counter() - started
+            marks["first step"] = mark()
+
+        steps_s = timed(step, pace, first)
+        marks["end"] = mark()
+        peaks = peak_rss_bytes(), max(m.driver for m in marks.values()), peak_allocated_bytes()
+        measured_lanes = lanes_s
+        working = working_bytes(engine, step)
+    return Run(steps_s, start_s, measured_lanes, marks, *peaks, working)
+
+
+def peak_allocated_bytes() -> int:
+    """The most that was in use of torch's pool since `fresh`."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def working_bytes(engine: Engine, step: Callable[[], None]) -> dict[str, int]:
+    """Kind of op -> the most that an op of it had allocated beyond what was there before it; of one more step."""
+    if not torch.cuda.is_available():
+        return {}
+    table, most = engine._handlers.table, Counter[str]()  # the pool counts when an op is issued: no wait is needed
+
+    def watched(kind: Kind, handler: Callable[[Op], object]) -> Callable[[Op], object]:
+        def handle(op: Op) -> object:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            result = handler(op)
+            most[str(kind)] = max(most[str(kind)], torch.cuda.max_memory_allocated() - before)
+            return result
+
+        return handle
+
+    plain = dict(table)
+    for kind in (Kind.EMBED, Kind.FORWARD, Kind.HEAD, Kind.BACKWARD, Kind.EMBED_BACKWARD):
+        table[kind] = watched(kind, plain[kind])  # type: ignore[assignment]
+    try:
+        step()
+    finally:
+        table.update(plain)
+    return dict(most)
+
+
+def batches_of(run: Planned) -> list[TokenBatch]:
+    """The micro-batches of one step."""
+    tokens = run.config.micro_batch_tokens
+    assert tokens is not None, "planned resolves the config"
+    count = run.question.num_micro_batches
+    return random_batches(run.spec.vocab_size, tokens, run.config.max_length, count, run.device)
+
+
+def supervised_of(batches: Sequence[TokenBatch]) -> int:
+    """Tokens with a label."""
+    return int(sum((batch.labels_T != -100).sum().item() for batch in batches))
