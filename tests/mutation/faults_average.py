@@ -22,6 +22,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ENGINE,
         ("the average is never updated", AVERAGED, ""),
         ("the average comes before the update", UPDATED + AVERAGED, AVERAGED + UPDATED),
+        (
+            "another decay",
+            "self._share = optim.average_share(decay)",
+            "self._share = optim.average_share(decay * decay)",
+        ),
+    ),
+    *of(
+        "engine/rules.py",
+        "tests/engine/test_average.py -k frozen",
+        ("the average of frozen tensors too", "masters = w[: layout.num_trainable]", "masters = w"),
     ),
     *of(
         "kernels/average.py",

@@ -42,8 +42,28 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *of(
+        "memory/disk.py",
+        FILE,
+        ("no checksum at all", "    return zlib.crc32(piece.buffer)", "    return 0"),
+        (
+            "every extent at the start of the file",
+            "self._extents[name] = (self.num_bytes, padded(size_bytes))",
+            "self._extents[name] = (0, padded(size_bytes))",
+        ),
+        (
+            "every piece at the start of its extent",
+            "_Piece(name, offset_bytes + start,",
+            "_Piece(name, offset_bytes,",
+        ),
+    ),
+    *of(
         "store/disk.py",
         STORE,
+        (
+            "m and v share an extent",
+            'return f"{segment}.{kind}"',
+            "return f\"{segment}.{kind.replace('v', 'm')}\"",
+        ),
         (
             "kinds share their slots",
             "            total_bytes += num_slots * size_bytes\n",
@@ -90,6 +110,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *of(
+        "store/disk.py",
+        ENGINE,
+        (
+            "whatever the slot, the first one travels",
+            "self._arena.view(self._offset(kind, slot), num_bytes, torch.uint8)",
+            "self._arena.view(self._offset(kind, 0), num_bytes, torch.uint8)",
+        ),
+    ),
+    *of(
         "engine/places.py",
         ENGINE,
         (
@@ -110,6 +139,16 @@ MUTANTS: tuple[Mutant, ...] = (
             "weights are not written back",
             '            pairs.append((self.weights(segment), Place("disk.w", segment.name)))\n',
             "            pass\n",
+        ),
+        (
+            "a slot is not asked whose turn it is",
+            "        self._taken[pool] += 1\n",
+            "",
+        ),
+        (
+            "state that landed in the slot of another segment",
+            "if place.pool == pool and name == segment.name)",
+            "if place.pool == pool)",
         ),
         (
             "what landed once is taken to be there for ever",

@@ -10,6 +10,10 @@ FAULTS = "tests/engine/test_identity.py -k non_finite"
 CHAOS = "tests/engine/test_identity.py -k chaos_changes_no_bit"
 KEPT = "tests/engine/test_identity.py -k smollm2-kept"
 STREAMED_STATE = "tests/engine/test_identity.py -k smollm2-state"
+UNCLIPPED = """\
+            unclipped = optim.scalars(hyper, program.next_step, 1.0)
+            self._handlers.cell = type(cell)(cell.norm, cell.loss_sum, unclipped, None)
+            lanes_s.update(self._run("apply", program).busy_s())"""
 
 MUTANTS: tuple[Mutant, ...] = (
     *of(
@@ -221,6 +225,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine/engine.py",
         "tests/engine/test_identity.py -k (smollm2)and(passes)",
         ("the second pass is forgotten", "if not deferred and cell.applies:", "if False:"),
+        (
+            "the second pass without the clip coefficient",
+            '            lanes_s.update(self._run("apply", program).busy_s())',
+            UNCLIPPED,
+        ),
     ),
     *of(
         "engine/handlers.py",
@@ -234,6 +243,34 @@ MUTANTS: tuple[Mutant, ...] = (
             "inputs do not come back",
             "copy_in_pieces(self.places.hidden(op.writes[0]).flatten(), self._waiting(op.reads[0]))",
             "pass",
+        ),
+    ),
+    *of(
+        "engine/handlers.py",
+        "tests/engine/test_identity.py -k (no_placement)and(gemma3)and(offload)",
+        (
+            "all micro-batches wait in one place",
+            "return self.waiting.flat(int(place.key), place.micro_batch)",
+            "return self.waiting.flat(int(place.key), 0)",
+        ),
+    ),
+    *of(
+        "store/waiting.py",
+        "tests/engine/test_identity.py -k (no_placement)and(gemma3)and(offload)",
+        ("waiting inputs overlap", "self._arena.view(index * one_bytes,", "self._arena.view(index // 2 * one_bytes,"),
+    ),
+    *of(
+        "schedule/slots.py",
+        "tests/schedule/test_build.py",
+        (
+            "an input comes back to the slot of its neighbour",
+            'return Place("h", self._turn[block] % self._num_slots, micro_batch)',
+            'return Place("h", self._turn[block] // 2 % self._num_slots, micro_batch)',
+        ),
+        (
+            "an input comes back a layer late",
+            "turn = self._turn[block] - self._num_slots",
+            "turn = self._turn[block] - self._num_slots + 1",
         ),
     ),
 )
