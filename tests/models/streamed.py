@@ -34,8 +34,12 @@ class Homes:
 
     def _flat(self, layout: Layout, masters: Mapping[str, np.ndarray], precision: str) -> Tensor:
         flat = torch.zeros(layout.num_elements, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
+        stop, of = 0, f"{self.spec.architecture}, {layout.segment}"
         for entry in layout.entries:
-            flat[entry.offset : entry.stop] = compute_weight(masters[entry.tensor.name], precision).flatten()
+            assert stop <= entry.offset, f"{of}: {entry.tensor.name} lies over the tensor before it"
+            stop = entry.stop
+            assert stop <= layout.num_elements, f"{of}: {entry.tensor.name} ends behind its segment"
+            flat[entry.offset : stop] = compute_weight(masters[entry.tensor.name], precision).flatten()
         return flat
 
     def views(self, flat: Tensor, segment: str, trainable_only: bool = False) -> dict[str, Tensor]:

@@ -65,8 +65,9 @@ def wanted(case: str, precision: str, seed: int = 0) -> reference.Result:
 def test_two_steps_with_dropout_are_the_references(case: str) -> None:
     want = wanted(case, "fp32")
     losses, state = trained(case)
-    assert losses == want.losses
-    assert same_bytes(state, want.state) == []
+    other = same_bytes(state, want.state)
+    assert losses == want.losses, f"{case}: losses; then differ {other[:4]}"
+    assert other == [], case
     assert losses != trained(case, **dict.fromkeys(DROPPING[case], 0.0))[0], "the dice must be alive"
 
 
@@ -77,8 +78,9 @@ def test_two_steps_with_dropout_are_the_references(case: str) -> None:
 def test_no_placement_changes_a_bit_of_dropout(case: str, placement: Placement) -> None:
     losses, state = trained(case, "bf16", placement, seed=3)
     want = wanted(case, "bf16", seed=3)
-    assert losses == want.losses
-    assert same_bytes(state, want.state) == []
+    other = same_bytes(state, want.state)
+    assert losses == want.losses, f"{case}: losses; then differ {other[:4]}"
+    assert other == [], case
 
 
 def test_another_seed_gives_other_masks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -109,8 +109,36 @@ def test_logits_are_the_models_own(case: str, precision: str) -> None:
             logits = streamed_logits(it.template, it.homes(precision), batch)
         for name, parameter in it.whole.model.named_parameters():
             assert torch.equal(seen[name], parameter), f"{case}: {name} is bound to something else"
-        assert logits.isfinite().all()
-        assert torch.equal(logits, whole_logits(it.whole, batch))
+        assert logits.isfinite().all(), f"{case}: not every logit is finite"
+        assert torch.equal(logits, whole_logits(it.whole, batch)), f"{case}: {where_they_part(it, precision, batch)}"
+
+
+@contextmanager
+def entering(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    """While entered: the hidden states that the layers get, in order."""
+    seen: list[Tensor] = []
+
+    def look(_layer: nn.Module, given: tuple[Tensor, ...], words: dict[str, Tensor]) -> None:
+        seen.append((given[0] if given else words["hidden_states"]).detach().clone())
+
+    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def where_they_part(it: Setting, precision: str, batch: TokenBatch) -> str:
+    """The first part of the model whose result is not the streamed one."""
+    family = FAMILIES[type(it.whole.model).__name__]
+    with entering(it.template._layers) as ours:
+        streamed_logits(it.template, it.homes(precision), batch)
+    with entering(it.whole.model.get_submodule(f"{family.backbone}.{family.layers}")) as theirs:
+        whole_logits(it.whole, batch)
+    differ = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
+    if not differ:
+        return "the last layer, or what follows it, gives other numbers from the same hidden state and weights"
+    part = f"layer {differ[0] - 1}" if differ[0] else "what comes before the first layer"
+    return f"{part} gives other numbers from the same weights"
 
 
 def whole_logits(whole: reference.Whole, batch: TokenBatch) -> Tensor:
@@ -137,12 +165,13 @@ def test_gradients_are_whole_model_autograd(case: str, precision: str, keep: boo
     scale = 1.0 / sum(int((b.labels_T >= 0).sum()) for b in BATCHES)
     loss = streamed_step(it.template, homes, BATCHES, scale, CHUNK_TOKENS, keep)
     sums = {name: torch.zeros(p.shape) for name, p in it.whole.model.named_parameters()}
-    assert loss == sum(float(reference.add_gradients(it.whole, b, sums, scale, CHUNK_TOKENS)) for b in BATCHES)
+    want = sum(float(reference.add_gradients(it.whole, b, sums, scale, CHUNK_TOKENS)) for b in BATCHES)
     streamed = homes.gradients()
-    assert streamed.keys() == sums.keys()
-    for name, expected in sums.items():
+    assert streamed.keys() == sums.keys(), f"{case}: tensors with a gradient: {streamed.keys() ^ sums.keys()}"
+    for name, expected in reversed(sums.items()):  # in the order of the backward: what is wrong spreads from there
         assert torch.equal(streamed[name], expected), f"{case}: the gradient of {name}"
-        assert expected.abs().max() > 0, f"{name} has no gradient: the comparison says nothing"
+        assert expected.abs().max() > 0, f"{case}: {name} has no gradient: the comparison says nothing"
+    assert loss == want, f"{case}: the loss"
 
 
 def logits_beside(case: str, template: ModelTemplate) -> tuple[Tensor, Tensor]:
@@ -161,7 +190,7 @@ def test_documents_of_a_pack_do_not_see_each_other(case: str) -> None:
     if case in WITH_EXPERTS:
         torch.testing.assert_close(before, after, rtol=0.0, atol=EXPERT_SPREAD)
     else:
-        assert torch.equal(before, after)
+        assert torch.equal(before, after), f"{case}: tokens of one document change another's logits"
 
 
 class RowByRow(TorchDispatchMode):
@@ -184,7 +213,7 @@ def test_only_the_load_of_experts_lets_documents_differ(case: str) -> None:
     fill_buffers(template, setting(case, "fp32").buffers)
     with RowByRow():
         before, after = logits_beside(case, template)
-    assert torch.equal(before, after)
+    assert torch.equal(before, after), f"{case}: tokens of one document change another's logits"
 
 
 @each_case
@@ -197,7 +226,10 @@ def test_a_packed_document_is_as_alone_under_the_frameworks_own_attention(case: 
         ids = BATCHES[0].input_ids_T[None, start : start + length]
         it.whole.packing.lengths_tokens = (length,)
         alone = it.whole.model(input_ids=ids, use_cache=False).logits[0]
-        torch.testing.assert_close(packed[start : start + length], alone, rtol=1e-4, atol=1e-4)
+        told = f"{case}: the document of {length} tokens has other logits than alone"
+        torch.testing.assert_close(
+            packed[start : start + length], alone, rtol=1e-4, atol=1e-4, msg=lambda text, told=told: f"{told}: {text}"
+        )
         start += length
 
 
@@ -209,4 +241,5 @@ def test_feature_is_alive(case: str, feature: str) -> None:
     fill_buffers(without, it.buffers)
     masters = tiny_masters(without.spec) | it.masters  # it may have a tensor more, or less
     logits = streamed_logits(without, Homes(without, masters, "fp32"), BATCHES[0])
-    assert not torch.equal(logits, streamed_logits(it.template, it.homes("fp32"), BATCHES[0]))
+    same = torch.equal(logits, streamed_logits(it.template, it.homes("fp32"), BATCHES[0]))
+    assert not same, f"{case}: {feature}: as if it were switched off"
