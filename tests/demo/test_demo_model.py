@@ -81,15 +81,15 @@ def test_twenty_steps_equal_the_plain_loop(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_on_a_gpu_smaller_than_the_state_every_placement_gives_the_same_bytes(tmp_path: Path):
-    config, masters, steps = demo_model(tmp_path, tokens=1024, rows=4, num_steps=4)
+    config, masters, steps = demo_model(tmp_path, tokens=512, rows=4, num_steps=4)
     state_bytes = 12 * sum(value.size for value in masters.values())
-    budget_bytes = int(0.93 * state_bytes)
+    budget_bytes = int(0.99 * state_bytes)  # of which CUDA itself takes half
     states, losses = {}, {}
     torch.cuda.empty_cache()
     cap_device_memory(budget_bytes)
     try:
         for name, placement in PLACEMENTS.items():
-            run = Streamed(config, masters, 1024, precision="bf16", placement=placement, device="cuda")
+            run = Streamed(config, masters, 512, precision="bf16", placement=placement, device="cuda")
             losses[name] = [r.loss for r in run.train(steps, schedule(4))]
             states[name] = run.state()
             run.close()

@@ -116,7 +116,7 @@ def gradients(
 ) -> tuple[list[dict[str, Tensor]], list[str]]:
     """(the gradients of each of `num_runs` equal passes, suspects among the operators of one more)."""
     config = tiny_config(family, max_position_embeddings=max(num_tokens, 128))
-    template = ModelTemplate(config, torch.device("meta"), torch.bfloat16)
+    template = ModelTemplate(config, device, torch.bfloat16)
     run = reference.whole(config, torch.bfloat16, SETTINGS[deterministic], device.type)
     weights = {n: reference.compute_weight(m, "bf16") for n, m in tiny_masters(model_spec(config)).items()}
     if template.spec.tied:
