@@ -128,10 +128,10 @@ def test_more_rounds_when_activations_do_not_fit() -> None:
     small = replace(GPU, hbm_free_bytes=24 * GIB)
     sizes = [
         plan_run(spec, config_of("cuda", train_batch_size=batch), small)[0].round_micro_batches
-        for batch in (32, 128, 512)
+        for batch in (32, 128, 2048)
     ]
-    assert sizes[0] == 1
-    assert sizes[2] < 16
+    assert sizes[:2] == [1, 4]
+    assert sizes[2] < 64
     one = plan_run(spec, config_of("cuda", train_batch_size=512, round_micro_batches=1), small)[0]
     assert one.round_micro_batches == 1
 

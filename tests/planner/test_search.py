@@ -81,6 +81,31 @@ def test_a_small_step_keeps_its_state_in_hbm_and_a_large_one_its_activations() -
     assert all(b.activations == "keep" for b in roomy.blocks)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 64])
+def test_with_room_for_all_nothing_streams_and_no_more_is_taken_than_makes_it_faster(rows: int) -> None:
+    """Traffic that is hidden in simulated time is not free, and rounds cost nothing where nothing travels."""
+    asked = with_memory(question(train_batch_size=rows), 140, 60)
+    plan = search(asked)
+    assert {(s.state, s.weights) for s in plan.segments} == {("hbm", "own")}
+    assert {block.activations for block in plan.blocks} == {"keep"}
+    assert plan.round_micro_batches == 1
+    whole = replace(plan, round_micro_batches=asked.num_micro_batches)
+    assert predict(asked.work, whole).step_s == pytest.approx(predict(asked.work, plan).step_s)
+
+
+def test_the_last_block_that_streams_has_one_slot() -> None:
+    """The bytes of a second one, which nothing would use, are room for something else."""
+    asked = question(spec_of(3, 2048, tied=False, vocab_size=5000), train_batch_size=2)
+    found = set()
+    for hbm_gib in range(10, 31):
+        plan = search(with_memory(asked, hbm_gib / 8, 60))
+        pooled = sum(block.weights == "pool" for block in plan.blocks)
+        assert plan.weight_slots == plan.grad_slots == (1 if pooled == 1 else 2)
+        found.add(pooled)
+        validate(plan)
+    assert {1, 2} <= found
+
+
 def test_the_disk_takes_what_ram_cannot_and_no_more() -> None:
     asked = question(train_batch_size=8, clip_mode="deferred")
     plenty, short = search(with_memory(asked, 6, 60)), search(with_memory(asked, 6, 10))

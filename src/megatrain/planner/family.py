@@ -28,6 +28,8 @@ from megatrain.schedule.plan import Plan, SegmentPlan, Tier
 
 GROUPS = 18  # of blocks, in the simulations of the search
 WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what five minutes of a GPU do
+BESIDE_SHARE = 0.03  # of what other lanes do beside the device: hidden in simulated time, never quite in real time
+HELD_S = 1e-16  # a byte of the device: 100 GB of it outweigh no more than 10 us
 ACT_SLOTS = 2  # one is computed, one travels
 GRAD_SLOTS = 2  # in RAM, in two passes: one lands, one is used
 DISK_SLOTS = 3  # one is read, one updated, one written
@@ -67,8 +69,12 @@ def search(question: Question) -> Plan:
 
 
 def cost_s(question: Question, plan: Plan) -> float:
-    """What the search makes small: seconds of a step, and its wear of the disk as seconds."""
-    return predict(question.work, plan, GROUPS).step_s + _wear_s(question, plan)
+    """What the search makes small: seconds of a step, and as seconds its wear of the disk, what other lanes do, and,
+    to choose between plans that are as fast, the memory it takes."""
+    made = predict(question.work, plan, GROUPS)
+    beside_s = sum(seconds for lane, seconds in made.lanes_s.items() if lane is not Lane.COMPUTE)
+    taken_bytes = memory_table(question, plan).total_bytes(question.machine_tier)
+    return made.step_s + BESIDE_SHARE * beside_s + HELD_S * taken_bytes + _wear_s(question, plan)
 
 
 def _wear_s(question: Question, plan: Plan) -> float:
@@ -120,7 +126,7 @@ def _small(question: Question) -> Iterator[Plan]:
             continue
         streamed = _in_passes(_streamed(question, size, inputs), clip_mode)
         for count in _resident_counts(question):
-            yield _with_disk(question, _changed(streamed, range(count), RESIDENT))
+            yield _with_disk(question, _with_slots(question, _changed(streamed, range(count), RESIDENT)))
 
 
 def _inputs(question: Question) -> list[Activations]:
@@ -171,7 +177,7 @@ def _candidates(question: Question) -> Iterator[_Candidate]:
             continue  # between rounds a gradient needs its home
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
         for count in _resident_counts(question):
-            resident = _changed(streamed, range(count), RESIDENT)
+            resident = _with_slots(question, _changed(streamed, range(count), RESIDENT))
             if memory_table(question, resident).verdict(question.machine_tier) != "FITS":
                 break  # more of them need more
             resident = _with_disk(question, resident)
@@ -179,6 +185,13 @@ def _candidates(question: Question) -> Iterator[_Candidate]:
                 filled = _most(question, resident, order, change)
                 if filled is not None:
                     yield _Candidate(floor(filled) + _wear_s(question, filled), filled)
+
+
+def _with_slots(question: Question, plan: Plan) -> Plan:
+    """`plan` with one shared slot if one block is all that streams: none travels while another is computed."""
+    if sum(block.weights == "pool" for block in plan.blocks) != 1:
+        return plan
+    return replace(plan, weight_slots=question.config.weight_slots or 1, grad_slots=1)
 
 
 def _with_disk(question: Question, plan: Plan) -> Plan:
