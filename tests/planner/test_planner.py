@@ -171,16 +171,45 @@ def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
     assert table.overall == "NO"
     with pytest.raises(PlanError) as error:
         refuse_misfit(spec, config, small, table)
-    message = str(error.value)
-    assert "of hbm, the budget is 5.00 GiB (all that is free)" in message
+    assert "of hbm, the budget is 5.00 GiB (all that is free); free " in str(error.value)
     asked = config.model_copy(update={"memory": Memory(hbm="5GiB")})
-    assert "the budget is 5.00 GiB; " in str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
+    message = str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
+    assert "the budget is 5.00 GiB; " in message
     enough = int(message.split("memory.hbm: ")[1].split("MiB")[0])
     assert plan_run(spec, config, replace(GPU, hbm_free_bytes=enough << 20))[1].verdict("hbm") != "NO"
     assert plan_run(spec, config, replace(GPU, hbm_free_bytes=(enough - 1) << 20))[1].verdict("hbm") == "NO"
     tokens = int(message.split("micro_batch_tokens: ")[1].split(",")[0].split(" ")[0])
     fitting = config.model_copy(update={"micro_batch_tokens": tokens, "loss_chunk_tokens": min(2048, tokens)})
     assert plan_run(spec, fitting, small)[1].overall != "NO"
+
+
+def test_all_that_is_free_is_no_budget_to_raise() -> None:
+    """What is named instead is true: each remedy, tried, fits."""
+    spec = spec_of(24, 2048)
+
+    def told(machine: Machine, **memory: str) -> str:
+        asked = config_of(machine.device, save_strategy="no", memory=Memory(**memory))
+        return str(misfit(spec, asked, machine, plan_run(spec, asked, machine)[1]))
+
+    hbm = replace(GPU, hbm_free_bytes=GIB)
+    message = told(hbm)
+    assert "the budget is 1.00 GiB (all that is free); free " in message
+    assert " more: nvidia-smi shows what else uses the GPU" in message
+    assert "memory.hbm" not in message
+    assert "; take a GPU that has 1." in told(replace(hbm, hbm_total_bytes=GIB))
+    assert "(all that is free); free " in told(hbm, hbm="60GiB"), "a budget larger than what is there is no budget"
+    ram = replace(CPU, ram_available_bytes=8 * GIB, disk_free_bytes=2 * GIB)
+    message = told(ram)
+    assert "more: end other programs, or raise the memory limit of the container; these changes would fit: " in message
+    assert "memory.ram" not in message
+    enough_gib = float(message.split("an output_dir on a disk with ")[1].split(" GiB free")[0])
+    for disk_gib, fits in ((enough_gib + 0.01, True), (enough_gib - 0.01, False)):
+        assert (told(replace(ram, disk_free_bytes=int(disk_gib * GIB))) == "None") is fits
+    assert "; take a machine that has " in told(replace(ram, ram_total_bytes=8 * GIB))
+    message = told(replace(ram, disk_free_bytes=TIB), disk="2GiB")
+    assert "an output_dir" not in message, "the disk has room: the run's own budget keeps it out"
+    enough = message.split("memory.disk: ")[1]
+    assert told(replace(ram, disk_free_bytes=TIB), disk=enough) == "None"
 
 
 @pytest.mark.parametrize(

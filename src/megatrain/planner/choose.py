@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatrain.config import RunConfig
 from megatrain.config_values import format_size
@@ -13,10 +14,13 @@ from megatrain.hardware.rates import Rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import free_bytes, memory_table, question_of
-from megatrain.planner.family import search, smallest
+from megatrain.planner.family import least_bytes, search, smallest
 from megatrain.planner.sizes import resolved_tokens
 from megatrain.planner.table import TIERS, MemoryTable, gib
-from megatrain.schedule.plan import Plan
+from megatrain.schedule.plan import Plan, Tier
+
+Change = tuple[str, RunConfig]  # what a person would write, and the config with it
+ENDLESS_BYTES = 1 << 60  # of a disk that is asked what it would have to hold
 
 
 def plan_run(
@@ -44,18 +48,52 @@ def misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTa
         if table.verdict(tier) != "NO":
             continue
         need, budget = table.total_bytes(tier), table.budgets[tier]
-        fitting: dict[str, str] = {}  # the nearest value of each key
-        for text, changed in _changes(config):
-            if _could_fit(spec, changed, machine):
-                fitting.setdefault(text.partition(":")[0], text)
-        remedy = f"; these changes would fit: {', or '.join(fitting.values())}" if fitting else ""
-        enough = format_size(-(-need // sizes.MIB) * sizes.MIB)
-        all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""  # no key can raise it
-        way = f"the smallest budget that would do is memory.{tier}: {enough}"
-        if tier == "disk" and all_there_is:
-            way = f"free {gib(need - budget)} more, or choose an output_dir on another disk"
+        fitting = [text for values in _changes(config) for text in _nearest(spec, values, machine)]
+        if tier != "disk":
+            disk_bytes = _disk_that_would_do(spec, config, machine)
+            if disk_bytes is not None:
+                fitting.append(_on_disk(disk_bytes, machine))
+        remedy = f"; these changes would fit: {', or '.join(fitting)}" if fitting else ""
+        all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""
+        way = _more_room(tier, need, machine)
         return f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; {way}{remedy}"
     return None
+
+
+def _more_room(tier: Tier, need: int, machine: Machine) -> str:
+    """Where the bytes of `need` can come from: out of a budget, if that many are free; no key makes more of them."""
+    free = free_bytes(machine)[tier]
+    if need <= free:
+        enough = format_size(-(-need // sizes.MIB) * sizes.MIB)
+        return f"the smallest budget that would do is memory.{tier}: {enough}"
+    if tier == "disk":
+        return f"free {gib(need - free)} more, or choose an output_dir on another disk"
+    total = machine.hbm_total_bytes if tier == "hbm" else machine.ram_total_bytes
+    if need > total:
+        return f"take a {'GPU' if tier == 'hbm' else 'machine'} that has {gib(need)} free"
+    if tier == "hbm":
+        return f"free {gib(need - free)} more: nvidia-smi shows what else uses the GPU"
+    return f"free {gib(need - free)} more: end other programs, or raise the memory limit of the container"
+
+
+def _on_disk(num_bytes: int, machine: Machine) -> str:
+    if num_bytes <= machine.disk_free_bytes:
+        return f"memory.disk: {format_size(-(-num_bytes // sizes.MIB) * sizes.MIB)}"
+    return f"an output_dir on a disk with {gib(num_bytes)} free"
+
+
+def _disk_that_would_do(spec: ModelSpec, config: RunConfig, machine: Machine) -> int | None:
+    """What must be free on a disk that takes what RAM cannot hold; None if that would not make it fit."""
+    free_config = config.model_copy(update={"memory": config.memory.model_copy(update={"disk": None})})
+    question = question_of(spec, free_config, replace(machine, disk_free_bytes=ENDLESS_BYTES), likely_rates(machine))
+    return least_bytes(question, "disk")
+
+
+def _nearest(spec: ModelSpec, values: Sequence[Change], machine: Machine) -> list[str]:
+    """The first of `values`, which ask for less and less, that fits; nothing if the last one does not."""
+    if not values or not _could_fit(spec, values[-1][1], machine):
+        return []
+    return [next(text for text, changed in values if _could_fit(spec, changed, machine))]
 
 
 def _could_fit(spec: ModelSpec, config: RunConfig, machine: Machine) -> bool:
@@ -63,27 +101,33 @@ def _could_fit(spec: ModelSpec, config: RunConfig, machine: Machine) -> bool:
     return memory_table(question, smallest(question)).overall != "NO"
 
 
-def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Small changes a person might accept, each alone, nearest first."""
+def _changes(config: RunConfig) -> Iterator[list[Change]]:
+    """Small changes a person might accept, each of one key alone, its nearest value first."""
     tokens, chunk = resolved_tokens(config)
-    for value in _halves(tokens, config.max_length):
-        update = {"micro_batch_tokens": value, "loss_chunk_tokens": min(chunk, value)}
-        yield f"micro_batch_tokens: {value}", config.model_copy(update=update)
-    for value in _halves(chunk, 64):
-        yield f"loss_chunk_tokens: {value}", config.model_copy(update={"loss_chunk_tokens": value})
-    for value in _halves(config.max_length, 64):
-        update = {"max_length": value, "micro_batch_tokens": value, "loss_chunk_tokens": min(chunk, value)}
-        yield f"max_length and micro_batch_tokens: {value}", config.model_copy(update=update)
+
+    def changed(text: str, **update: object) -> Change:
+        return text, config.model_copy(update=update)
+
+    def micro(value: int) -> dict[str, object]:
+        return {"micro_batch_tokens": value, "loss_chunk_tokens": min(chunk, value)}
+
+    yield [changed(f"micro_batch_tokens: {v}", **micro(v)) for v in _halves(tokens, config.max_length)]
+    yield [changed(f"loss_chunk_tokens: {v}", loss_chunk_tokens=v) for v in _halves(chunk, 64)]
+    shorter = _halves(config.max_length, 64)
+    yield [changed(f"max_length and micro_batch_tokens: {v}", max_length=v, **micro(v)) for v in shorter]
+    yield [changed(f"train_batch_size: {v}", train_batch_size=v) for v in _halves(config.train_batch_size, 1)]
     if config.activations == "keep":
-        yield "activations: recompute", config.model_copy(update={"activations": "recompute"})
+        yield [changed("activations: recompute", activations="recompute")]
     if config.round_micro_batches is not None:
-        yield "round_micro_batches: 1", config.model_copy(update={"round_micro_batches": 1})
+        yield [changed("round_micro_batches: 1", round_micro_batches=1)]
+    if config.clip_mode == "deferred" and config.deterministic:
+        yield [changed("clip_mode: two-pass", clip_mode="two-pass")]
     if config.save_strategy != "no" and config.save_total_limit > 2:
-        yield "save_total_limit: 2", config.model_copy(update={"save_total_limit": 2})
+        yield [changed("save_total_limit: 2", save_total_limit=2)]
     if config.ema_decay is not None:
-        yield "ema_decay: null", config.model_copy(update={"ema_decay": None})
+        yield [changed("ema_decay: null", ema_decay=None)]
     if config.save_strategy != "no":
-        yield "save_strategy: no (nothing to resume from)", config.model_copy(update={"save_strategy": "no"})
+        yield [changed("save_strategy: no (nothing to resume from)", save_strategy="no")]
 
 
 def _halves(value: int, least: int) -> Iterator[int]:
