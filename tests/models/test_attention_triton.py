@@ -87,6 +87,24 @@ def test_equals_the_cpu_operator(name: str, dtype: torch.dtype, tma: bool) -> No
         torch.testing.assert_close(ours.cpu().double(), truth, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("lengths", [(130,), (90, 38), (700, 300, 24)], ids=str)
+def test_slices_at_odd_addresses_are_as_their_copies(lengths: tuple[int, ...]) -> None:
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    (_, _, kv, ids, _, _) = _inputs(lengths, 4, 4, 20, 28, False, dtype)
+    q, k, _, _, _, dout = _inputs(lengths, 4, 4, 20, 16, False, dtype)
+    v = kv[..., 12:]  # 24 bytes into a head of 56
+    copies = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for name, (a, b, c) in {"slice": (q, k, v), "copy": copies}.items():
+        ours, truth = _both((a, b, c, ids, None, dout), 0.2, 0, 0.0)
+        for x, y in zip(ours, truth, strict=True):
+            tolerance = TOLERANCE[dtype] * max(1.0, float(y.abs().max()) if y.numel() else 1.0)
+            torch.testing.assert_close(x.cpu().double(), y, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    first = attention_cuda.forward(q, k, v, ids, None, 0.2, 0, 0.0)
+    for _ in range(1 if INTERPRETED else 20):
+        again = attention_cuda.forward(*copies, ids, None, 0.2, 0, 0.0)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
 def test_one_id_means_one_document() -> None:
     q, k, v, ids, _, _ = _inputs((90,), 2, 1, 64, 64, False, torch.float32)
     many = attention_cuda.forward(q, k, v, ids, None, 0.2, 0, 0.0)
