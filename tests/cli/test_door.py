@@ -79,6 +79,25 @@ def test_a_run_that_applied_no_step_does_not_end_well(
     assert "none of the 2 steps could be applied" in sentence(capsys)
 
 
+def test_a_run_that_diverged_says_so_at_its_end(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
+    words = ("learning_rate=1e30", "eval_steps=null", "eval_dataset=", "save_strategy=no", "on_nan=skip")
+    assert megatrain("train", run_config, *words, "max_steps=4") == 2
+    shown = capsys.readouterr()
+    told = "the last 3 of 4 steps could not be applied: each had a NaN or Inf, and on_nan is skip; the model is what "
+    told += "it was after step 1"
+    assert shown.err == f"megatrain: {told}: lower learning_rate, or look at the data\n"
+    assert shown.out.splitlines()[-1] == told
+    assert told in (tmp_path / "run/log.txt").read_text()
+    assert (tmp_path / "run/model/config.json").is_file(), "what there is, is written"
+    assert megatrain("report", tmp_path / "run") == 0
+    assert "3 steps not applied" in (tmp_path / "run/report/index.html").read_text()
+    two = (*words, "max_steps=3", f"output_dir={tmp_path}/two")
+    assert megatrain("train", run_config, *two) == 0, "two may be the rows' fault"
+    capsys.readouterr()
+    assert megatrain("train", run_config, *words[:-1], f"output_dir={tmp_path}/three") == 2
+    assert "are not finite" in sentence(capsys), "on_nan is stop"
+
+
 def test_resume_needs_no_base_model(run_config: Path, base: Path, tmp_path: Path, capsys: Captured) -> None:
     words = (f"model={base}", "lr_scheduler_type=constant", "save_total_limit=3")
     assert megatrain("train", run_config, *words) == 0

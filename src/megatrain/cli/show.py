@@ -13,8 +13,10 @@ from megatrain.data import PreviewRow, Report
 from megatrain.hardware import Machine
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import MemoryTable
+from megatrain.planner.price import Price
 from megatrain.planner.table import TIERS, gib
 from megatrain.schedule.plan import Plan
+from megatrain.train.progress import clock
 
 
 def config_lines(config: RunConfig) -> list[str]:
@@ -59,6 +61,21 @@ def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
         *table.lines(),
         f"verdict: {table.overall}",
     ]
+
+
+def predicted_line(price: Price, num_steps: int) -> str:
+    """What the plan promises for the steps to come, and whose rates it goes by."""
+    step_s = price.prediction.step_s
+    return (
+        f"predicted: {step_s:.3f} s/step, {price.tokens_per_s:,.0f} tok/s, {num_steps:,} steps in "
+        f"{clock(num_steps * step_s)}; compiling, evaluations and saves come on top (rates: {price.rates_source})"
+    )
+
+
+def measured_line(price: Price, step_s: float) -> str:
+    """What became of the promise; `step_s`: of a usual step."""
+    ratio = step_s / price.prediction.step_s
+    return f"measured: {step_s:.3f} s/step, {ratio:.2f} of the predicted {price.prediction.step_s:.3f} s"
 
 
 def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine) -> dict[str, object]:

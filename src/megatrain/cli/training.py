@@ -31,14 +31,14 @@ from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig
 from megatrain.config_run import FACTS, saved_steps
 from megatrain.data import BatchPlan, MicroBatch
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.errors import CheckpointError, ConfigError, UserError
 from megatrain.hardware import Machine
 from megatrain.hardware.probe import matmul_flops_per_s
 from megatrain.memory import cap_device_memory
 from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner import refuse_misfit
-from megatrain.planner.price import refuse_wear
-from megatrain.train import Keeper, Run, RunFolder, Watch, refuse_other_run, train
+from megatrain.planner.price import price_of, refuse_wear
+from megatrain.train import Keeper, Outcome, Run, RunFolder, Watch, refuse_other_run, train
 from megatrain.train.metrics import Metrics, Work
 from megatrain.train.progress import display
 from megatrain.train.trackers import load_trackers, open_trackers
@@ -86,7 +86,12 @@ def train_config(
             num_steps=num_steps_of(batches),
         ) as metrics:
             announce(run, checkpoint, data_lines(run.config, parts, batches), metrics)
-            return _train_in(folder, run, batches, evaluation, checkpoint, facts, metrics, packages)
+            price = price_of(run.question, run.plan)
+            metrics.say(show.predicted_line(price, num_steps_of(batches) - start_step))
+            outcome = _train_in(folder, run, batches, evaluation, checkpoint, facts, metrics, packages)
+            if metrics.usual_step_s is not None:
+                metrics.say(show.measured_line(price, metrics.usual_step_s))
+            return _exit_code(outcome, metrics)
 
 
 def source_of(config: RunConfig) -> Path:
@@ -177,7 +182,7 @@ def _train_in(
     facts: Mapping[str, object],
     metrics: Metrics,
     packages: Mapping[str, ModuleType],
-) -> int:
+) -> Outcome:
     config = run.config
     if config.memory.hbm is not None and run.device.type == "cuda":
         cap_device_memory(config.memory.hbm)
@@ -215,7 +220,21 @@ def _train_in(
             best = folder.checkpoints / f"step-{watch.best_step}" / "model"
             metrics.say(f"best: {best} (eval_loss {watch.best_loss:.4f})")
     store.close()
-    return 0 if outcome.signal is None else 128 + outcome.signal
+    return outcome
+
+
+def _exit_code(outcome: Outcome, metrics: Metrics) -> int:
+    """0, or 128 + the signal that stopped the run; UserError, with all that is saved said, if it diverged."""
+    if outcome.signal is not None:
+        return 128 + outcome.signal
+    if outcome.diverged:
+        text = (
+            f"the last {outcome.skipped} of {outcome.step} steps could not be applied: each had a NaN or Inf, and "
+            f"on_nan is skip; the model is what it was after step {outcome.step - outcome.skipped}"
+        )
+        metrics.say(text)
+        raise UserError(f"{text}: lower learning_rate, or look at the data")
+    return 0
 
 
 def versions() -> dict[str, str]:

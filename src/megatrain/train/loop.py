@@ -20,6 +20,8 @@ from megatrain.train.metrics import Metrics
 from megatrain.train.signals import StopRequest
 from megatrain.train.watch import Watch
 
+DIVERGED_STEPS = 3  # that were skipped at the end of a run, one after the other
+
 
 class Steps(Protocol):
     """The data of a run: what each optimizer step trains on, by index from 0."""
@@ -54,17 +56,26 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after which step, and with which signal, if one stopped it."""
+    """How a run ended: after which step, and with which signal, if one stopped it.
+
+    `skipped`: how many steps up to the last, one after the other, had a NaN or Inf and were not applied.
+    """
 
     step: int
     signal: int | None
+    skipped: int = 0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last steps were no accident of single rows."""
+        return self.skipped >= DIVERGED_STEPS
 
 
 def train(run: Run) -> Outcome:
     """Train from `start_step` to `num_steps`. Returns early, with everything saved, at SIGINT or SIGTERM, and when
     held-out losses stopped falling for as long as config allows."""
     config, schedule, watch = run.config, lr_schedule(run.config, run.num_steps), run.watch
-    step = run.start_step
+    step, skipped = run.start_step, 0
     if watch.exhausted:
         run.metrics.say(f"{watch.verdict()}; nothing is left to do")
         return Outcome(step, None)
@@ -80,7 +91,8 @@ def train(run: Run) -> Outcome:
             hyper = hyper_of(config, schedule, step - 1)
             result = run.engine.train_step(token_batches(batch.micro_batches), batch.num_supervised, hyper, step)
             run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
-            if not result.applied:
+            skipped = 0 if result.applied else skipped + 1
+            if skipped:
                 stop_or_skip(run, step, batch, result)
             better = False
             if step == run.num_steps or (config.eval_steps and step % config.eval_steps == 0):
@@ -98,7 +110,7 @@ def train(run: Run) -> Outcome:
             f"none of the {step} steps could be applied: each had a NaN or Inf, and on_nan is skip; the model is what "
             "it was before: lower learning_rate, or look at the data"
         )
-    return Outcome(step, stop.signal)
+    return Outcome(step, stop.signal, skipped)
 
 
 def lr_schedule(config: RunConfig, num_steps: int) -> LearningRateSchedule:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatrain.models.spec import ModelSpec
 from megatrain.train.progress import Display, Now
 from megatrain.train.trackers import Tracker, numbers_of
 
+WARM_UP_STEPS = 2
 ETA_STEPS = 20  # the time left goes by the mean of so many steps
 
 
@@ -77,7 +78,7 @@ class Metrics:
         self._work = work
         self._logging_steps = logging_steps
         self._num_steps = num_steps
-        self._recent_s: deque[float] = deque(maxlen=ETA_STEPS)
+        self._steps_s: list[float] = []
         self._trackers: list[Tracker] = []
 
     def __enter__(self) -> Metrics:
@@ -103,7 +104,8 @@ class Metrics:
         """Record one optimizer step that took `step_s` from asking for its data to its last lane."""
         row = self.row(step, batch, learning_rate, result, step_s)
         self._write(row)
-        self._recent_s.append(step_s)
+        self._steps_s.append(step_s)
+        recent_s = self._steps_s[-ETA_STEPS:]
         now = Now(
             step=step,
             loss=result.loss,
@@ -118,11 +120,17 @@ class Metrics:
                 "ram": row["peak_ram_bytes"],
                 "disk": row["disk_written_bytes"] or 0,
             },
-            eta_s=(self._num_steps - step) * sum(self._recent_s) / len(self._recent_s),
+            eta_s=(self._num_steps - step) * sum(recent_s) / len(recent_s),
         )
         if step % self._logging_steps == 0:
             self.say(now.line())
         self._screen.live(now)
+
+    @property
+    def usual_step_s(self) -> float | None:
+        """The median step, the first two left out: layers compile, memory is touched. None until there is another."""
+        later_s = self._steps_s[WARM_UP_STEPS:]
+        return median(later_s) if later_s else None
 
     def _write(self, row: dict[str, Any]) -> None:
         _append(self._jsonl, json.dumps(row))
