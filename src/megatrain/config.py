@@ -42,6 +42,7 @@ FP32_KEYS = (
     "label_smoothing_factor",
     "neftune_noise_alpha",
     "ema_decay",
+    "router_aux_loss_coef",
 )
 
 
@@ -73,7 +74,7 @@ class RunConfig(BaseModel):
     train_batch_size: int = _key(8, "data", "rows of one optimizer step (with packing: rows of max_length)", ge=1)
     num_train_epochs: float = _key(1.0, "optimisation", "passes over the data", gt=0)
     max_steps: int | None = _key(None, "optimisation", "optimizer steps; overrides num_train_epochs", ge=1)
-    seed: int = _key(42, "data", "seed of the data order", ge=0)
+    seed: int = _key(42, "data", "seed of the data order, and of NEFTune's, dropout's and routers' noise", ge=0)
 
     learning_rate: float = _key(1e-5, "optimisation", "peak learning rate", gt=0)
     lr_scheduler_type: Literal["cosine", "cosine_with_min_lr", "linear", "constant", "warmup_stable_decay"] = _key(
@@ -102,6 +103,9 @@ class RunConfig(BaseModel):
         "decay of a running average of the fp32 masters, 0.999 is usual; `export --ema` writes it; null: none is kept",
         gt=0,
         lt=1,
+    )
+    router_aux_loss_coef: float | None = _key(
+        None, "optimisation", "weight of the routers' balancing loss; null: as the model's config.json asks", ge=0
     )
     freeze: tuple[str, ...] = _key((), "optimisation", "regular expressions; matching parameters are not trained")
     early_stopping_patience: int | None = _key(

@@ -32,6 +32,7 @@ ALIASES = {
     "gradient_clipping": "max_grad_norm",
     "label_smoothing": "label_smoothing_factor",
     "neftune_alpha": "neftune_noise_alpha",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
     "output_path": "output_dir",
     "global_batch_size": "train_batch_size",
 }

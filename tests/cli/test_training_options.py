@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from megatrain.cli.assemble import planned, template_of
 from megatrain.cli.main import main
+from megatrain.config import read_config
 from tests.conftest import write_rows
+from tests.families import tiny_config
 
 
 def megatrain(*words: object) -> int:
@@ -143,3 +151,64 @@ def test_wishes_that_cannot_be_honoured_are_one_sentence(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "Traceback" not in error
+
+
+def test_the_weight_of_the_balancing_loss_is_a_key(
+    run_config: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mixtral"
+    shutil.copytree(tiny_model, folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config("mixtral", vocab_size=320)).save_pretrained(folder)
+    own = json.loads((folder / "config.json").read_text())
+
+    def weight(coefficient: float | None, **members: object) -> float | None:
+        (folder / "config.json").write_text(json.dumps({**own, **members}))
+        words = [] if coefficient is None else [f"router_aux_loss_coef={coefficient}"]
+        balance = template_of(planned(read_config(run_config, [f"model={folder}", *words]))).balance
+        return None if balance is None else balance.coefficient
+
+    asking = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
+    for coefficient, silent, asked in ((None, None, 0.25), (0.5, 0.5, 0.5), (0, None, None)):
+        assert (weight(coefficient), weight(coefficient, **asking)) == (silent, asked)
+    (folder / "config.json").write_text(json.dumps(own))
+    words = (f"model={folder}", "max_steps=1", "eval_steps=null", "eval_dataset=")
+    losses = []
+    for name, more in (("with", ["moe_aux_loss_coef=0.5"]), ("without", [])):
+        assert megatrain("train", run_config, *words, *more, f"output_dir={tmp_path}/{name}") == 0
+        losses.append(json.loads((tmp_path / name / "metrics.jsonl").read_text())["loss"])
+        saved = json.loads((tmp_path / name / "checkpoints/step-1/model/config.json").read_text())
+        assert saved.get("output_router_logits") == own.get("output_router_logits"), "of the model, not of the run"
+    assert losses[0] > losses[1] + 0.4
+    capsys.readouterr()
+    assert megatrain("train", run_config, "router_aux_loss_coef=0.01") == 2
+    assert "router_aux_loss_coef is 0.01, but LlamaForCausalLM has no routers" in capsys.readouterr().err
+    assert megatrain("plan", run_config, "router_aux_loss_coef=0") == 0
+
+
+def test_seconds_are_promised_before_and_held_against_what_was_measured(run_config: Path, tmp_path: Path) -> None:
+    assert megatrain("train", run_config) == 0
+    lines = (tmp_path / "run/log.txt").read_text().splitlines()
+    said = (
+        r"predicted: (\d+\.\d{3}) s/step, [\d,]+ tok/s, (\d+) steps in \d:\d\d:\d\d; compiling, .* \(rates: assumed; .*"
+    )
+    (promise,) = [match for match in map(re.compile(said).fullmatch, lines) if match]
+    assert promise[2] == "6"
+    first = next(index for index, line in enumerate(lines) if line.startswith(("step ", "saved step")))
+    assert lines.index(promise[0]) < first
+    said = r"measured: (\d+\.\d{3}) s/step, \d+\.\d\d of the predicted (\d+\.\d{3}) s"
+    (kept,) = [match for match in map(re.compile(said).fullmatch, lines) if match]
+    assert kept[2] == promise[1]
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    steps_s = [row["step_s"] for row in rows if "step_s" in row]
+    assert float(kept[1]) == pytest.approx(statistics.median(steps_s[2:]), abs=1e-3)
+
+
+def test_a_plan_without_checkpoints_has_none(run_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatrain("plan", run_config) == 0
+    assert "checkpoints (" in capsys.readouterr().out
+    assert megatrain("plan", run_config, "save_strategy=no") == 0
+    shown = capsys.readouterr().out
+    assert "checkpoints (" not in shown
+    assert "checkpoint writer" not in shown
+    assert "checkpoint: none (save_strategy: no); the model is written at the end" in shown

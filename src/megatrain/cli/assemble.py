@@ -27,6 +27,8 @@ from megatrain.memory import available_ram_bytes
 from megatrain.memory.limits import cgroup_limit_bytes, locked_memory_limit_bytes
 from megatrain.models import attention
 from megatrain.models.hf_folder import read_hf_config, read_tokenizer
+from megatrain.models.meta import architecture_of
+from megatrain.models.router import ROUTERS, with_coefficient
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
@@ -81,7 +83,7 @@ def planned(
         raise ConfigError(f"device is {config.device}, but the machine plans for {machine.device}; set it to auto")
     source = Path(config.model) if source is None else source
     hf_config = read_hf_config(source)
-    spec = model_spec(hf_config, freeze=config.freeze, allow_unproven=config.allow_unproven)
+    spec = model_spec(_routed(hf_config, config), freeze=config.freeze, allow_unproven=config.allow_unproven)
     config = resolved(_within_positions(config, spec), machine.device, machine.num_cores)
     if config.max_length > spec.max_positions:
         raise ConfigError(
@@ -91,6 +93,17 @@ def planned(
     question = question_of(spec, config, machine, rates)
     plan = search(question) if plan_file is None else read_plan(plan_file, spec)
     return Planned(config, source, machine, rates, hf_config, spec, plan, memory_table(question, plan))
+
+
+def _routed(hf_config: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
+    """The model's config for training: routers are balanced as the run asks. What is saved keeps the model's own."""
+    coefficient, architecture = config.router_aux_loss_coef, architecture_of(hf_config)
+    if coefficient and architecture not in ROUTERS:
+        raise ConfigError(
+            f"router_aux_loss_coef is {coefficient:g}, but {architecture} has no routers with a loss that transformers "
+            "knows; leave it out, or set it to 0"
+        )
+    return with_coefficient(hf_config, coefficient)
 
 
 def _within_positions(config: RunConfig, spec: ModelSpec) -> RunConfig:
@@ -116,7 +129,7 @@ def template_of(run: Planned) -> ModelTemplate:
     """The model's own layers, without weights; buffers that its folder holds are filled."""
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
     template = ModelTemplate(
-        run.hf_config,
+        _routed(run.hf_config, run.config),
         run.device,
         dtype,
         freeze=run.config.freeze,

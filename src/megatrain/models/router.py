@@ -14,6 +14,7 @@ Legend: T tokens of a micro-batch, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def balance_of(config: PreTrainedConfig, architecture: str) -> Balance | None:
     if architecture not in ROUTERS:
         raise ModelError(
             f"the config sets output_router_logits, but transformers has no router loss for {architecture}; "
-            "set it to false in config.json"
+            "set it to false in config.json, or router_aux_loss_coef to 0"
         )
     coefficient, num_experts, num_chosen = (
         first_setting(settings, names) for names in (_COEFFICIENTS, NUM_EXPERTS, NUM_CHOSEN)
@@ -79,6 +80,16 @@ def balance_of(config: PreTrainedConfig, architecture: str) -> Balance | None:
             "0 is needed there"
         )
     return Balance(float(coefficient), num_experts, num_chosen)
+
+
+def with_coefficient(config: PreTrainedConfig, coefficient: float | None) -> PreTrainedConfig:
+    """A config that asks its routers for the balancing loss times `coefficient`, for 0 for none; None: as it is."""
+    if coefficient is None:
+        return config
+    asked = deepcopy(config)
+    asked.output_router_logits = coefficient > 0
+    asked.router_aux_loss_coef = coefficient
+    return asked
 
 
 def listen(layers: nn.Module, architecture: str, num_experts: int) -> list[Tensor]:

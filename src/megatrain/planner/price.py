@@ -55,7 +55,9 @@ class Price:
         step_s = self.prediction.step_s
         speed = f"{self.tokens_per_s:,.0f} tokens/s, {self.model_flops / step_s / 1e12:.0f} model TFLOP/s"
         text = [
-            f"checkpoint: {gib(self.checkpoint_bytes)}, {self.checkpoints} on disk at the most",
+            f"checkpoint: {gib(self.checkpoint_bytes)}, {self.checkpoints} on disk at the most"
+            if self.checkpoints
+            else "checkpoint: none (save_strategy: no); the model is written at the end",
             f"step: {step_s:.3f} s, {speed}, simulated (rates: {self.rates_source})",
         ]
         for lane, work_s in self.work_s.items():
