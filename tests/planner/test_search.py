@@ -14,7 +14,7 @@ from megatrain.hardware import Machine
 from megatrain.hardware.described import read_machine
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import Question, least_bytes, memory_table, predict, question_of, search
-from megatrain.planner.family import GROUPS, cost_s
+from megatrain.planner.family import GROUPS, _candidates, cost_s
 from megatrain.planner.prediction import fold
 from megatrain.schedule.plan import validate
 from tests.planner.test_planner import spec_of
@@ -135,6 +135,17 @@ def test_two_passes_are_taken_where_ram_is_short_of_gradients_and_not_where_they
 def test_gradients_that_differ_from_run_to_run_are_not_computed_twice() -> None:
     asked = question(train_batch_size=2, deterministic=False)
     assert search(with_memory(asked, 6, 10)).clip_mode == "deferred"
+
+
+@pytest.mark.parametrize(("rows", "hbm_gib", "ram_gib"), [(2, 8, 20), (8, 5.5, 9), (24, 10, 30)])
+def test_no_plan_costs_less_than_the_floor_that_may_leave_it_out(rows: int, hbm_gib: float, ram_gib: float) -> None:
+    asked = with_memory(
+        question(spec_of(6, 2048, tied=False, vocab_size=50_000), train_batch_size=rows), hbm_gib, ram_gib
+    )
+    candidates = list(_candidates(asked))
+    assert len(candidates) > 3
+    for candidate in candidates:
+        assert candidate.floor_s <= cost_s(asked, candidate.plan) * (1 + 1e-9), candidate.plan
 
 
 def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:

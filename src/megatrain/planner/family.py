@@ -299,31 +299,34 @@ class _Floor:
         passes = [self._passes_s(segment) for segment in plan.segments]
         forward = [forward_s for forward_s, _, _ in passes]
         backward_s = sum(backward for _, backward, _ in passes)
-        floor_s = max(sum(map(sum, passes)), self._link_s(plan))
-        if plan.clip_mode == "two-pass":
-            return max(floor_s, 2 * (sum(forward) + backward_s)) + rates.step_s
-        host_s = 0.0
+        link_s, beside_s = self._link_s(plan)
+        floor_s, host_s = max(sum(map(sum, passes)), link_s), 0.0
         for index, segment in enumerate(plan.segments):
             if segment.updates_on_device:
                 continue
             host_s += self._update_s(segment, Lane.HOST)
             fetch_s = sizes.weights_bytes(shapes, segment.name) / rates.h2d_Bps
-            floor_s = max(floor_s, host_s + fetch_s + backward_s + sum(forward[index:]))
-        return floor_s + rates.step_s
+            if plan.clip_mode == "deferred":
+                floor_s = max(floor_s, host_s + fetch_s + backward_s + sum(forward[index:]))
+        if plan.clip_mode == "two-pass":
+            floor_s = max(floor_s, 2 * (sum(forward) + backward_s))
+        return floor_s + rates.step_s + BESIDE_SHARE * (beside_s + host_s)
 
-    def _link_s(self, plan: Plan) -> float:
-        """Weights twice a round, but for what the slots hold at its turns; sums of shared slots home, and back for
-        every round but the first."""
+    def _link_s(self, plan: Plan) -> tuple[float, float]:
+        """What the link must carry: (the least that takes, the work of its lanes). Weights twice a round, but for what
+        the slots hold at its turns; sums of shared slots home, and back for every round but the first; inputs that wait
+        in RAM, both ways."""
         shapes, rates = self._work.shapes, self._work.rates
         num_rounds = len(rounds(self._num_micro_batches, plan.round_micro_batches))
         weights = sorted(sizes.weights_bytes(shapes, s.name) for s in plan.blocks if s.weights == "pool")
         travel = sum(weights[: max(0, len(weights) - plan.weight_slots)])
         grads = [sizes.gradient_bytes(shapes, s.name) for s in plan.blocks if s.trainable and s.grads == "pool"]
         sums = sum(grads) if len(grads) > plan.grad_slots else 0
-        h2d_bytes = num_rounds * 2 * travel + (num_rounds - 1) * sums
-        d2h_bytes = num_rounds * sums
-        both_s = (h2d_bytes + d2h_bytes) / rates.link_both_Bps
-        return max(h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps, both_s)
+        inputs = self._num_micro_batches * len(plan.waiting_in_ram) * sizes.one_boundary_bytes(shapes)
+        h2d_bytes = num_rounds * 2 * travel + (num_rounds - 1) * sums + inputs
+        d2h_bytes = num_rounds * sums + inputs
+        h2d_s, d2h_s = h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps
+        return max(h2d_s, d2h_s, (h2d_bytes + d2h_bytes) / rates.link_both_Bps), h2d_s + d2h_s
 
     def _passes_s(self, segment: SegmentPlan) -> tuple[float, float, float]:
         """(forward, backward, sums and update on the device) of a segment over all micro-batches."""
