@@ -29,6 +29,7 @@ from bench.results import machine, record
 from megatrain.engine import Engine, Numerics
 from megatrain.memory import cap_device_memory, peak_rss_bytes
 from megatrain.models.batch import TokenBatch
+from megatrain.models.determinism import repeat_bits
 from megatrain.models.flops import hardware_flops, train_flops
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
@@ -139,6 +140,8 @@ def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: 
 def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch]) -> Timing:
     """The engine over random weights."""
     device, dtype = torch.device(args.device), compute_dtype(args)
+    if device.type == "cuda":
+        repeat_bits(True)
     template = ModelTemplate(config, device, dtype)
     if not args.eager:
         template.compile_blocks()

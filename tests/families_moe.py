@@ -68,8 +68,8 @@ MOE = {
     ),
     "flex_olmo": Case("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}, _ONE_EXPERT),
     "granitemoe": Case(
-        "granitemoe",
-        _MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+        "granitemoe",  # three chosen: its experts' rows are summed in an order, which a GPU must keep
+        _MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 32},
         _ONE_EXPERT | _NO_MULTIPLIERS,
     ),
     "granitemoeshared": Case(

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.models import attention
 from megatrain.models.batch import TokenBatch
+from megatrain.models.determinism import repeat_bits
 from megatrain.models.dice import key_of
 from megatrain.models.documents import Packing, run_by_document
 from megatrain.models.families import FAMILIES
@@ -69,6 +70,8 @@ def whole(config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
     untied = copy.deepcopy(config)
     untied.tie_word_embeddings = False
     settings = {"dtype": dtype, "attn_implementation": attn_implementation}
+    if device == "cuda":
+        repeat_bits(attn_implementation != attention.NAME_FAST)
     model, output = (AutoModelForCausalLM.from_config(untied, **settings).eval().to(device) for _ in range(2))
     family = FAMILIES[type(model).__name__]
     packing = run_by_document(model.get_submodule(f"{family.backbone}.{family.layers}"), family)

@@ -23,6 +23,7 @@ from megatrain.errors import ModelError
 from megatrain.models import attention
 from megatrain.models.batch import TokenBatch
 from megatrain.models.cross_entropy import token_losses
+from megatrain.models.determinism import repeat_bits
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
 from tests import reference
@@ -116,6 +117,8 @@ def gradients(
 ) -> tuple[list[dict[str, Tensor]], list[str]]:
     """(the gradients of each of `num_runs` equal passes, suspects among the operators of one more)."""
     config = tiny_config(family, max_position_embeddings=max(num_tokens, 128))
+    if device.type == "cuda":
+        repeat_bits(deterministic)
     template = ModelTemplate(config, device, torch.bfloat16)
     run = reference.whole(config, torch.bfloat16, SETTINGS[deterministic], device.type)
     weights = {n: reference.compute_weight(m, "bf16") for n, m in tiny_masters(model_spec(config)).items()}

@@ -27,9 +27,7 @@ def test_averages_equal_the_plain_loops(precision: str, placement: Placement) ->
         config, masters, batches(), HYPERS, precision=precision, max_grad_norm=1.0, chunk_tokens=CHUNK_TOKENS,
         attn_implementation="megatrain", device="cuda", ema_decay=DECAY,
     )  # fmt: skip
-    run = Streamed(
-        config, masters, TOKENS, precision=precision, placement=placement, device="cuda", ema_decay=DECAY
-    )
+    run = Streamed(config, masters, TOKENS, precision=precision, placement=placement, device="cuda", ema_decay=DECAY)
     try:
         run.train(batches(), HYPERS)
         found = run.averages()

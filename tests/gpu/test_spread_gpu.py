@@ -22,7 +22,9 @@ def test_our_kernels_repeat_and_fast_attention_varies_little() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "falcon_h1", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "falcon_h1", "gpt2", "granitemoe", "youtu"]
+)
 def test_gradients_of_whole_models_repeat(family: str) -> None:
     row = family_row(family, True, torch.device("cuda"), 1024, 4)
     assert row.get("distinct") == 1, row

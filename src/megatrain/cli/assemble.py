@@ -26,6 +26,7 @@ from megatrain.hardware.rates import Rates, rates_of
 from megatrain.memory import available_ram_bytes
 from megatrain.memory.limits import cgroup_limit_bytes, locked_memory_limit_bytes
 from megatrain.models import attention
+from megatrain.models.determinism import repeat_bits
 from megatrain.models.hf_folder import read_hf_config, read_tokenizer
 from megatrain.models.meta import architecture_of
 from megatrain.models.router import ROUTERS, with_coefficient
@@ -128,6 +129,8 @@ def _here(config: RunConfig) -> tuple[Machine, Rates]:
 def template_of(run: Planned) -> ModelTemplate:
     """The model's own layers, without weights; buffers that its folder holds are filled."""
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+    if run.device.type == "cuda":
+        repeat_bits(run.config.deterministic)
     template = ModelTemplate(
         _routed(run.hf_config, run.config),
         run.device,
