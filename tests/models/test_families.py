@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -114,14 +114,18 @@ def test_logits_are_the_models_own(case: str, precision: str) -> None:
 
 
 @contextmanager
-def entering(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
-    """While entered: the hidden states that the layers get, in order."""
+def between(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """While entered: the hidden states that the layers get, in order, and what the last one gives."""
     seen: list[Tensor] = []
 
-    def look(_layer: nn.Module, given: tuple[Tensor, ...], words: dict[str, Tensor]) -> None:
+    def enter(_layer: nn.Module, given: tuple[Tensor, ...], words: dict[str, Tensor]) -> None:
         seen.append((given[0] if given else words["hidden_states"]).detach().clone())
 
-    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    def leave(_layer: nn.Module, _given: Any, out: Tensor | tuple[Tensor, ...]) -> None:
+        seen.append((out[0] if isinstance(out, tuple) else out).detach().clone())
+
+    handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    handles.append(layers[-1].register_forward_hook(leave))
     yield seen
     for handle in handles:
         handle.remove()
@@ -130,14 +134,17 @@ def entering(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
 def where_they_part(it: Setting, precision: str, batch: TokenBatch) -> str:
     """The first part of the model whose result is not the streamed one."""
     family = FAMILIES[type(it.whole.model).__name__]
-    with entering(it.template._layers) as ours:
+    with between(it.template._layers) as ours:
         streamed_logits(it.template, it.homes(precision), batch)
-    with entering(it.whole.model.get_submodule(f"{family.backbone}.{family.layers}")) as theirs:
+    with between(it.whole.model.get_submodule(f"{family.backbone}.{family.layers}")) as theirs:
         whole_logits(it.whole, batch)
     differ = [index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
     if not differ:
-        return "the last layer, or what follows it, gives other numbers from the same hidden state and weights"
-    part = f"layer {differ[0] - 1}" if differ[0] else "what comes before the first layer"
+        part = (
+            f"what follows the last layer, of {', '.join(sorted(it.template.tail_names | it.template.output_names))},"
+        )
+    else:
+        part = f"layer {differ[0] - 1}" if differ[0] else "what comes before the first layer"
     return f"{part} gives other numbers from the same weights"
 
 
