@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from megatrain.engine import Engine, Numerics, StepResult
 from megatrain.engine.chaos import Chaos
 from megatrain.models.batch import TokenBatch
+from megatrain.models.determinism import repeat_bits
 from megatrain.models.layout import Entry, embedding_of, layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.template import ModelTemplate
@@ -32,6 +33,7 @@ class Placement:
     grad_slots: int = 2
     round_micro_batches: int = 8
     keep: bool = False
+    keep_attention: bool = False  # of every block that can
     offload: bool = False  # every block's input
     act_slots: int = 2
     two_pass: bool = False
@@ -50,6 +52,8 @@ TWO_SLOTS = Placement()
 def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
     """A plan of `placement` for `spec`."""
 
+    can_be_kept = {block.name for block, shape in zip(spec.blocks, spec.attention, strict=True) if shape.can_be_kept}
+
     def segment(name: str, kind: str, trainable: bool) -> SegmentPlan:
         at_home = name in placement.resident
         streamed = name in placement.streamed
@@ -57,6 +61,8 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         activations = "recompute"
         if kind == "block":
             activations = "keep" if placement.keep else "offload" if placement.offload else "recompute"
+            if placement.keep_attention and name in can_be_kept:
+                activations = "keep_attention"
         plan = SegmentPlan(name, kind, trainable, activations=activations)
         if own:
             plan = replace(plan, weights="own", grads="own", update="device" if streamed else "home")
@@ -103,6 +109,8 @@ class Streamed:
     ) -> None:
         self.device = torch.device(device)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        if device == "cuda":
+            repeat_bits(True)
         self.template = ModelTemplate(config, self.device, dtype, freeze=freeze, attn_implementation="megatrain")
         if compiled:
             self.template.compile_blocks()

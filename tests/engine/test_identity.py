@@ -32,6 +32,11 @@ PLACEMENTS = {
     "two passes, some at home": Placement(two_pass=True, resident=frozenset({"EMBED", "L001"}), offload=True),
     "kept activations": Placement(keep=True),
     "kept activations, rounds": Placement(keep=True, round_micro_batches=3),
+    "kept attention": Placement(keep_attention=True),
+    "kept attention, rounds": Placement(keep_attention=True, weight_slots=3, round_micro_batches=2),
+    "kept attention, two passes, some at home": Placement(
+        keep_attention=True, two_pass=True, resident=frozenset({"L001", "HEAD"})
+    ),
     "embedding at home": Placement(resident=frozenset({"EMBED", "L000"})),
     "everything at home": Placement(resident=frozenset({"EMBED", "L000", "L001", "L002", "HEAD"})),
     "state streamed: embedding": Placement(streamed=frozenset({"EMBED"})),
@@ -141,6 +146,7 @@ def _fitting(family: str, placement: Placement) -> Placement:
 def test_chaos_changes_no_bit(seed, plain):
     placements = [TWO_SLOTS, Placement(round_micro_batches=2, offload=True), Placement(keep=True, weight_slots=3)]
     placements.append(Placement(two_pass=True, offload=True))
+    placements.append(Placement(keep_attention=True, round_micro_batches=2))
     placements += [_fitting("gemma3", PLACEMENTS[name]) for name in (*STREAMED_STATE, *DISK)]
     placement = placements[seed % len(placements)]
     _, state = streamed("gemma3", "fp32", placement, Chaos(seed, max_delay_s=0.001))

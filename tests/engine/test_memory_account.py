@@ -55,6 +55,7 @@ def test_the_plan_counts_what_is_taken(
         + sum(sizes.pool_bytes(shapes, plan))
         + sizes.tied_gradient_bytes(shapes, plan)
         + sizes.boundary_bytes(shapes, plan)
+        + sizes.kept_attention_bytes(shapes, plan)
     )
     assert counted_device_bytes == slots_bytes + taken.get("hbm", 0)
     assert slots_bytes <= places.arena.num_bytes <= slots_bytes + 256 * len(places.arena._pieces)

@@ -80,8 +80,8 @@ def test_gradcheck() -> None:
 def test_registered_correctly() -> None:
     q, k, v, ids, sinks = inputs((3, 6), 2, 1, 4, 4, True, torch.float32)
     for operator in (torch.ops.megatrain.attention.default, torch.ops.megatrain.attention_fast.default):
-        torch.library.opcheck(operator, (q, k, v, ids, sinks, 0.5, 4, 2.0))
-        torch.library.opcheck(operator, (q, k, v, ids, None, 0.5, 0, 0.0))
+        torch.library.opcheck(operator, (q, k, v, ids, sinks, None, None, 0.5, 4, 2.0))
+        torch.library.opcheck(operator, (q, k, v, ids, None, None, None, 0.5, 0, 0.0))
 
 
 def test_bf16_is_computed_in_fp32() -> None:

@@ -25,6 +25,7 @@ def plan_of(
     tied: bool = False,
     frozen: Sequence[str] = (),
     keep: Sequence[str] = (),
+    keep_attention: Sequence[str] = (),
     offload: Sequence[str] = (),
     slots: int = 2,
     grad_slots: int = 2,
@@ -37,13 +38,14 @@ def plan_of(
     placed = [("EMBED", "embed", embed)]
     placed += [(f"L{i:03d}", "block", home) for i, home in enumerate(blocks)]
     placed += [("HEAD", "head", head)]
+    ways = {"keep": keep, "keep_attention": keep_attention, "offload": offload}
     segments = tuple(
         SegmentPlan(
             name,
             kind,
             name not in frozen,
             **({**home, "state": "ram"} if name in frozen and home["state"] == "disk" else home),
-            activations="keep" if name in keep else "offload" if name in offload else "recompute",
+            activations=next((way for way, names in ways.items() if name in names), "recompute"),
         )
         for name, kind, home in placed
     )
@@ -88,6 +90,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tied=draw(st.booleans()),
         frozen=sorted(frozen),
         keep=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
+        keep_attention=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
         offload=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
         slots=draw(st.integers(2, 4)),
         grad_slots=draw(st.integers(1, 3)),

@@ -161,7 +161,7 @@ def execute(op: Op, memory: Memory, terms: Terms) -> list[int]:
         case Kind.EMBED:
             return [terms("act0", *read, m), terms("call", *read, m)]
         case Kind.FORWARD:
-            return [terms("forward", op.segment, *read), terms("kept", op.segment, *read)][: len(op.writes)]
+            return [terms("forward", op.segment, *read), *(terms(p.pool, op.segment, *read) for p in op.writes[1:])]
         case Kind.HEAD | Kind.LOSS:
             sums = [p for p in op.reads if p.pool in ("g", "tied.grad")]
             inputs = (*read[: len(read) - len(sums)], m)
@@ -190,8 +190,8 @@ def execute(op: Op, memory: Memory, terms: Terms) -> list[int]:
 def _backward(op: Op, read: list[int], terms: Terms) -> list[int]:
     inputs = tuple(read[:4])
     for place, term in zip(op.reads, read, strict=True):
-        if place.pool == "kept" and term != terms("kept", op.segment, *read[:3]):
-            inputs = (*inputs, term)  # not the graph of this layer, these weights and this input: another result
+        if place.pool in ("kept", "attn") and term != terms(place.pool, op.segment, *read[:3]):
+            inputs = (*inputs, term)  # not of this layer, these weights and this input: another result
     grad = [term for place, term in zip(op.reads, read, strict=True) if place.pool == "g"]
     return [
         terms("dact", op.segment, *inputs),

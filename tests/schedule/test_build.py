@@ -217,6 +217,7 @@ def test_a_wholly_frozen_model_can_be_evaluated_but_not_trained() -> None:
         ("disk", plan_of([STREAMED, {**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], head={**OWN_RAM, **DISK}), 1),
         ("tied_two_rounds", plan_of([STREAMED] * 3, tied=True, embed=RESIDENT, round_micro_batches=1), 2),
         ("offload", plan_of([STREAMED] * 4, offload=["L000", "L001", "L002", "L003"]), 1),
+        ("keep_attention", plan_of([STREAMED] * 3, keep_attention=["L001", "L002"]), 2),
         ("second_pass", plan_of([STREAMED, RESIDENT, STREAMED], two_pass=True), 1),
     ],
 )
@@ -227,12 +228,14 @@ def test_golden(name: str, plan: Plan, num: int) -> None:
 
 
 def test_peak_and_liveness() -> None:
-    schedule = build(plan_of([STREAMED] * 4, keep=["L003"], round_micro_batches=2), "train", 4, False)
+    plan = plan_of([STREAMED] * 4, keep=["L003"], keep_attention=["L001", "L002"], round_micro_batches=2)
+    schedule = build(plan, "train", 4, False)
     # Boundary activations of one round, 2 micro-batches: inputs of 4 blocks and of HEAD. A new round starts empty.
-    assert peak(schedule) == {"act": 2 * 5, "dact": 2, "call": 2, "kept": 2}
-    assert peak(build(plan_of([STREAMED] * 4), "eval", 2, False)) == {"act": 3, "dact": 0, "call": 2, "kept": 0}
+    assert peak(schedule) == {"act": 2 * 5, "dact": 2, "call": 2, "kept": 2, "attn": 4}
+    evaluation = build(plan_of([STREAMED] * 4), "eval", 2, False)
+    assert peak(evaluation) == {"act": 3, "dact": 0, "call": 2, "kept": 0, "attn": 0}
     freed = [place for places in dead_after(schedule) for place in places]
-    assert len(freed) == len(set(freed)) == 4 * (5 + 1 + 1 + 1)
+    assert len(freed) == len(set(freed)) == 4 * (5 + 1 + 1 + 1 + 2)
     for index, places in enumerate(dead_after(schedule)):
         assert all(place not in (*op.reads, *op.writes) for op in schedule[index + 1 :] for place in places)
 

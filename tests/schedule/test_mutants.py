@@ -26,6 +26,9 @@ PLANS = {
     "S=2": plan_of(),
     "S=3, two rounds": plan_of(slots=3, round_micro_batches=1),
     "S=2, one gradient slot, two rounds, kept": plan_of(grad_slots=1, round_micro_batches=1, keep=["L000", "L003"]),
+    "attention kept, two rounds": plan_of(
+        round_micro_batches=1, keep=["L001"], keep_attention=["L000", "L002", "L003"], frozen=["EMBED", "L000"]
+    ),
     "tied": plan_of(tied=True, slots=3),
     "tied in hbm, two rounds": plan_of(tied=True, embed=RESIDENT, round_micro_batches=1),
     "mixed homes": plan_of(MIXED, head=RESIDENT, keep=["L001", "L002"]),

@@ -9,7 +9,7 @@ from tests.schedule.plans import plan_of
 
 
 def test_every_program_round_trips_and_is_canonical() -> None:
-    plan = plan_of(tied=True, keep=["L001"], round_micro_batches=1)
+    plan = plan_of(tied=True, keep=["L001"], keep_attention=["L000"], round_micro_batches=1)
     for program in ("train", "eval", "save", "flush"):
         schedule = build(plan, program, 2, True)
         text = to_text(schedule)

@@ -17,7 +17,7 @@ from megatrain.engine.executor import Handler
 from megatrain.engine.lanes import LaneDevice, SlowLane, StreamLane, lane_devices
 from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 
-SLOT_POOLS = ("w", "g", "s", "act", "h", "dact", "land.w", "land.state", "land.grad")
+SLOT_POOLS = ("w", "g", "s", "act", "h", "dact", "attn", "land.w", "land.state", "land.grad")
 
 
 def last_reads(schedule: Schedule) -> dict[int, tuple[Place, ...]]:

@@ -16,6 +16,7 @@ from megatrain.engine.places import Places
 from megatrain.engine.rules import Rule, trainable_entries
 from megatrain.engine.scalars import Scalars
 from megatrain.memory import copy_in_pieces
+from megatrain.models.attention import Attended
 from megatrain.models.batch import TokenBatch
 from megatrain.models.grad import Kept, block_backward, block_backward_kept, block_keep, embed_backward
 from megatrain.models.loss import head_backward, head_loss
@@ -182,12 +183,16 @@ class Handlers:
         m, _ = self._batch(op)
         weights = self.places.views(op.reads[0], op.segment)
         index, h, calls = self.block_index[op.segment], self.places.hidden(op.reads[1]), self.step.calls[m]
-        if len(op.writes) == 2:
+        if any(place.pool == "kept" for place in op.writes):
             out, self.step.kept[op.segment, m] = block_keep(self.template, index, weights, h, calls)
         else:
-            out = self.template.block(index, weights, h, calls)
+            out = self.template.block(index, weights, h, calls, self._attended(op.writes))
         self.places.hidden(op.writes[0]).copy_(out.detach())
         self._release(op)
+
+    def _attended(self, places: Sequence[Place]) -> Attended | None:
+        """The place where what the attention gives is kept, if it is."""
+        return next((self.places.attended(place) for place in places if place.pool == "attn"), None)
 
     def offload(self, op: Op) -> None:
         copy_in_pieces(self._waiting(op.writes[0]), self.places.hidden(op.reads[0]).flatten())
@@ -256,7 +261,8 @@ class Handlers:
             dx = block_backward_kept(kept, weights, grads, dh)
         else:
             index, h = self.block_index[op.segment], self.places.hidden(op.reads[1])
-            dx = block_backward(self.template, index, weights, grads, h, self.step.calls[m], dh)
+            attended = self._attended(op.reads)
+            dx = block_backward(self.template, index, weights, grads, h, self.step.calls[m], dh, attended)
         dh.copy_(dx)
         self._release(op)
 

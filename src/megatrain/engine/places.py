@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.device import DeviceArena
+from megatrain.models.attention import Attended
 from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner.sizes import slot_bytes
@@ -34,6 +35,7 @@ class Places:
         self._store = store
         self._dtype = compute_dtype
         self._round_micro_batches = plan.round_micro_batches
+        self._attention = spec.attention
         self._hidden_shape = (1, micro_batch_tokens, spec.hidden_size)
         self._state_kinds = store.state_kinds
         self._resident = {s.name for s in plan.segments if s.state == "hbm"}
@@ -96,6 +98,15 @@ class Places:
         count = self._hidden_shape[1] * self._hidden_shape[2]
         return self.arena.view(self._slot(place), count, self._dtype).view(self._hidden_shape)
 
+    def attended(self, place: Place) -> Attended:
+        """What the attention of a block gave for a micro-batch, undefined until it has been through its forward."""
+        assert place.pool == "attn", place
+        out_elements, num_heads = self._attention[int(place.key)].kept_elements
+        tokens, slot = self._hidden_shape[1], self._slot(place)
+        out = self.arena.view(f"{slot}.out", tokens * out_elements, self._dtype)
+        lse = self.arena.view(f"{slot}.lse", tokens * num_heads, torch.float32)
+        return Attended(out.view(1, tokens, num_heads, -1), lse.view(1, num_heads, tokens))
+
     def poison(self, place: Place) -> None:
         """For tests: fill a slot nobody will read again with NaN. Homes in HBM (state "hbm") are left alone."""
         slots = self.landing_slots([place])
@@ -108,6 +119,9 @@ class Places:
         if place.pool == "s":
             for kind in self._state_kinds:
                 self.arena.poison(f"{place}.{kind}")
+        elif place.pool == "attn":
+            for part in Attended._fields:
+                self.arena.poison(f"{self._slot(place)}.{part}")
         elif place.key not in self._resident:
             self.arena.poison(self._slot(place))
 

@@ -7,6 +7,9 @@ Token t sees token s where both have the same document id, s <= t, and t - s < w
 The operator is one opaque node in eager and in compiled code, and so is its backward. "megatrain" is bit-repeatable
 from run to run. "megatrain-fast" may not be: on a GPU it takes cuDNN where that applies, and is the same elsewhere.
 
+Out and lse are all that the backward needs beside the inputs. So who runs a layer may keep them, and lend them when the
+layer is run again: the operator then gives them back without attending. An `Exchange` carries them in and out.
+
 Legend: 1 batch of one, H query heads, G key/value heads (H a multiple of G), T tokens, D head size of queries and keys,
 E of values.
 """
@@ -14,7 +17,9 @@ E of values.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +41,8 @@ _SAYS_NOTHING = frozenset(
 )
 
 _FORWARD_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor document_ids, Tensor? sinks, float scale, int window, float softcap)"
-    " -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k, Tensor v, Tensor document_ids, Tensor? sinks, Tensor? lent_out, Tensor? lent_lse,"
+    " float scale, int window, float softcap) -> (Tensor, Tensor)"
 )
 _BACKWARD_SCHEMA = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor document_ids, Tensor? sinks, Tensor out, Tensor lse,"
@@ -45,16 +50,55 @@ _BACKWARD_SCHEMA = (
 )
 
 
+class Attended(NamedTuple):
+    """What attention gave."""
+
+    out_1THE: Tensor  # in the dtype of the queries
+    lse_1HT: Tensor  # fp32
+
+
+@dataclass
+class Exchange:
+    """Between the attentions of one model and who runs its layers, one layer at a time."""
+
+    lent: Attended | None = None  # what the coming attention is to give again; None: it attends
+    given: list[Attended] = field(default_factory=list)  # what attentions gave, without gradient
+
+
+_EXCHANGE = "attention_exchange"  # attribute of an attention module
+
+
+def connect(module: nn.Module, exchange: Exchange) -> None:
+    """Let what the attention `module` gives pass through `exchange`."""
+    setattr(module, _EXCHANGE, exchange)
+
+
 def attention(
     q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, document_ids_T: Tensor, sinks_H: Tensor | None = None,
-    *, scale: float, window: int = 0, softcap: float = 0.0, deterministic: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal attention within documents. Returns (out_1THE, lse_1HT); lse has no gradient.
+    *, scale: float, window: int = 0, softcap: float = 0.0, deterministic: bool = True, lent: Attended | None = None,
+) -> Attended:  # fmt: skip
+    """Causal attention within documents. The lse has no gradient.
 
     `document_ids_T`: int32, non-decreasing; of size 1 for one document. `window` 0: none. `softcap` 0: none.
+    `lent`: what the same inputs gave before. Copies of it are returned, and nothing is computed before the backward.
     """
     operator = _exact if deterministic else _fast
-    return operator(q_1HTD, k_1GTD, v_1GTE, document_ids_T, sinks_H, scale, window, softcap)
+    kept = (None, None) if lent is None else lent
+    return Attended(*operator(q_1HTD, k_1GTD, v_1GTE, document_ids_T, sinks_H, *kept, scale, window, softcap))
+
+
+def _unless_lent(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`attend`, or copies of what is lent: an operator may not return its inputs."""
+
+    def run(
+        q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, document_ids_T: Tensor, sinks_H: Tensor | None,
+        lent_out_1THE: Tensor | None, lent_lse_1HT: Tensor | None, scale: float, window: int, softcap: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if lent_out_1THE is not None and lent_lse_1HT is not None:
+            return lent_out_1THE.clone(), lent_lse_1HT.clone()
+        return attend(q_1HTD, k_1GTD, v_1GTE, document_ids_T, sinks_H, scale, window, softcap)
+
+    return run
 
 
 def _make_operator(name: str, deterministic: bool) -> Any:
@@ -62,10 +106,11 @@ def _make_operator(name: str, deterministic: bool) -> Any:
         f"{name}_backward", attention_cpu.backward, mutates_args=(), device_types="cpu", schema=_BACKWARD_SCHEMA
     )
     operator = torch.library.custom_op(
-        name, attention_cpu.forward, mutates_args=(), device_types="cpu", schema=_FORWARD_SCHEMA
+        name, _unless_lent(attention_cpu.forward), mutates_args=(), device_types="cpu", schema=_FORWARD_SCHEMA
     )
     if torch.version.cuda is not None:
-        operator.register_kernel("cuda", attention_cuda.forward if deterministic else attention_cuda.forward_fast)
+        attend = attention_cuda.forward if deterministic else attention_cuda.forward_fast
+        operator.register_kernel("cuda", _unless_lent(attend))
         backward_operator.register_kernel(
             "cuda", attention_cuda.backward if deterministic else attention_cuda.backward_fast
         )
@@ -75,7 +120,7 @@ def _make_operator(name: str, deterministic: bool) -> Any:
         dq, dk, dv, dsinks = backward_operator(
             dout_1THE, q_1HTD, k_1GTD, v_1GTE, document_ids_T, sinks_H, out_1THE, lse_1HT, *ctx.numbers
         )
-        return dq, dk, dv, None, None if sinks_H is None else dsinks, None, None, None
+        return dq, dk, dv, None, None if sinks_H is None else dsinks, None, None, None, None, None
 
     operator.register_fake(_forward_fake)
     backward_operator.register_fake(_backward_fake)
@@ -84,7 +129,7 @@ def _make_operator(name: str, deterministic: bool) -> Any:
 
 
 def _forward_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Shapes only; takes and returns what `attention_cpu.forward` does."""
+    """Shapes only; takes and returns what the operator does."""
     q_1HTD, _, v_1GTE = inputs[:3]
     _, num_heads, num_tokens, _ = q_1HTD.shape
     lse_dtype = torch.float64 if q_1HTD.dtype == torch.float64 else torch.float32
@@ -101,7 +146,7 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:5], *output)
-    ctx.numbers = inputs[5:]
+    ctx.numbers = inputs[7:]
     ctx.mark_non_differentiable(output[1])
 
 
@@ -125,12 +170,15 @@ def _hf_attention(
         if given is not None and given is not False and name not in _SAYS_NOTHING:
             raise ModelError(f"{kind} passes {name} to its attention, which megatrain does not know; use another model")
     _check_shapes(kind, query, key, value, attention_mask)
-    out_1THE, _ = attention(
+    exchange: Exchange | None = vars(module).get(_EXCHANGE)
+    attended = attention(
         query, key, value, attention_mask.reshape(-1), s_aux,
         scale=query.shape[3] ** -0.5 if scaling is None else float(scaling), window=sliding_window or 0,
-        softcap=softcap or 0.0, deterministic=deterministic,
+        softcap=softcap or 0.0, deterministic=deterministic, lent=None if exchange is None else exchange.lent,
     )  # fmt: skip
-    return out_1THE, None
+    if exchange is not None:
+        exchange.given.append(Attended(*(x.detach() for x in attended)))
+    return attended.out_1THE, None
 
 
 def _check_shapes(kind: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:

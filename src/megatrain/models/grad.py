@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megatrain.models.attention import Attended
 from megatrain.models.batch import TokenBatch
 from megatrain.models.recorders import LayerCall, LayerCalls
 from megatrain.models.template import ModelTemplate, Weights, leaves_of, note
@@ -49,13 +50,17 @@ def embed_backward(
 
 
 def block_backward(
-    template: ModelTemplate, index: int, w: Weights, grads: Gradients, h: Tensor, calls: LayerCalls, dh: Tensor
-) -> Tensor:
-    """Recompute block `index` from its input `h`, add its gradients, return the gradient at `h`."""
+    template: ModelTemplate, index: int, w: Weights, grads: Gradients, h: Tensor, calls: LayerCalls, dh: Tensor,
+    attended: Attended | None = None,
+) -> Tensor:  # fmt: skip
+    """Recompute block `index` from its input `h`, add its gradients, return the gradient at `h`.
+
+    `attended`: what `template.block` left of its attention; the recomputation then does without it.
+    """
     with torch.enable_grad():
         leaves = leaves_of(w, template.trainable(template.spec.blocks[index]))
         source = h.detach().requires_grad_()
-        out = template.apply_block(index, leaves, source, calls)
+        out = template.apply_block(index, leaves, source, calls, attended)
     at_edges = _at_edges(calls[index], dh, len(out.sums))
     torch.autograd.backward(out.edges(), at_edges, inputs=[source, *point_gradients(leaves, grads)])
     return source.grad

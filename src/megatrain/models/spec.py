@@ -42,6 +42,7 @@ class AttentionShape:
     """Attention of one block, as the FLOP counter needs it. `window_tokens` None: full causal; no heads: none at all.
 
     `chunk_tokens`: tokens attend within chunks of so many tokens of their document only.
+    `num_calls`: of the attention operator by the block, for one micro-batch; None: it depends on the documents.
     """
 
     num_heads: int
@@ -49,6 +50,18 @@ class AttentionShape:
     window_tokens: int | None
     value_size: int | None = None  # of values; None: as the others
     chunk_tokens: int | None = None
+    num_calls: int | None = 1
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether what attention gives has a place of its own between forward and backward."""
+        return self.num_heads > 0 and self.num_calls == 1
+
+    @property
+    def kept_elements(self) -> tuple[int, int]:
+        """What attention gives for a token: elements of its output, in the compute dtype, and of its lse, in fp32."""
+        size = self.head_size if self.value_size is None else self.value_size
+        return self.num_heads * size, self.num_heads
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from megatrain.models.meta import meta_model
 from megatrain.models.router import NUM_CHOSEN, NUM_EXPERTS, first_setting
 from megatrain.models.spec import NO_LIMIT, AttentionShape, ModelSpec, SegmentSpec, TensorSpec
 
+_ATTENDS = ("Attention", "MLA")
+
 
 def model_spec(config: PreTrainedConfig, *, freeze: Sequence[str] = (), allow_unproven: bool = False) -> ModelSpec:
     """The segments EMBED, L000 …, HEAD of the model of `config`, and the sizes around them.
@@ -184,9 +186,8 @@ def _attention(values: Mapping[str, Any], layers: Sequence[nn.Module], family: F
     types = values.get("layer_types") or ["sliding_attention"] * len(layers)
     shapes = []
     for layer, kind in zip(layers, types, strict=True):
-        names = [type(module).__name__ for module in layer.modules()]
-        attentions = [name for name in names if name.endswith(("Attention", "MLA")) and name not in family.by_document]
-        count = sum(2 if name == "DiffLlamaAttention" else 1 for name in attentions)  # that one attends twice
+        names = [type(module).__name__ for module in attentions_of(layer, family)]
+        count = sum(2 if name == "DiffLlamaAttention" else 1 for name in names)  # that one attends twice
         if count == 0:
             shapes.append(AttentionShape(0, 0, None))
             continue
@@ -195,8 +196,15 @@ def _attention(values: Mapping[str, Any], layers: Sequence[nn.Module], family: F
         window = values.get("sliding_window") if kind in ("sliding_attention", "attention") else None
         chunk = values.get("attention_chunk_size") if kind == "chunked_attention" else None
         value_size = values.get("v_head_dim") or key_size
-        shapes.append(AttentionShape(num_heads * count, key_size, window, value_size, chunk))
+        calls = None if set(names) & set(family.attends_by_document) else count
+        shapes.append(AttentionShape(num_heads * count, key_size, window, value_size, chunk, calls))
     return tuple(shapes)
+
+
+def attentions_of(layer: nn.Module, family: Family) -> list[nn.Module]:
+    """The modules of a layer that attend, at least by their names."""
+    named = [(type(module).__name__, module) for module in layer.modules()]
+    return [module for name, module in named if name.endswith(_ATTENDS) and name not in family.by_document]
 
 
 def _pattern(text: str) -> re.Pattern[str]:

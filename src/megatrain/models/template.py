@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError
 from megatrain.models import attention
+from megatrain.models.attention import Attended, Exchange
 from megatrain.models.batch import TokenBatch
 from megatrain.models.dice import key_of, rolls_dice, thrown
 from megatrain.models.documents import chunk_ids, chunk_tokens_of, lengths_of, run_by_document, tables_by_document
@@ -25,20 +26,21 @@ from megatrain.models.meta import meta_model
 from megatrain.models.recorders import Absent, GivenBackbone, LayerCall, LayerCalls, Recorder, Tape
 from megatrain.models.router import Balance, RouterSums, balance_of, listen, sums_of, tally_of
 from megatrain.models.spec import ModelSpec, SegmentSpec
-from megatrain.models.spec_of import spec_of_model
+from megatrain.models.spec_of import attentions_of, spec_of_model
 
 Weights = Mapping[str, Tensor]  # TensorSpec.local -> view of a slot; a tied HEAD also gets "lm_head.weight"
 OUTPUT_WEIGHT = "lm_head.weight"
 DEFAULT_ATTENTION = attention.NAME
 
-BlockCall = Callable[[nn.Module, dict[str, Tensor], Tensor, LayerCall, list[Tensor]], tuple[Any, tuple[Tensor, ...]]]
+BlockCall = Callable[..., tuple[Any, tuple[Tensor, ...], tuple[Attended, ...]]]
 
 
 class BlockOutput(NamedTuple):
-    """What a layer gives: its hidden state, and its routers' sums where they have a loss."""
+    """What a layer gives: its hidden state, its routers' sums where they have a loss, and what its attention gave."""
 
     h: Tensor
     sums: Sequence[RouterSums]
+    attended: Sequence[Attended]  # one, or none where the spec says that it cannot be kept
 
     def edges(self) -> list[Tensor]:
         """What a gradient comes back to: the hidden state first."""
@@ -46,13 +48,19 @@ class BlockOutput(NamedTuple):
 
 
 def _call_block(
-    layer: nn.Module, w: dict[str, Tensor], h: Tensor, call: LayerCall, heard: list[Tensor]
-) -> tuple[Any, tuple[Tensor, ...]]:
-    """The layer's result, and the logits that its routers let be heard."""
+    layer: nn.Module, w: dict[str, Tensor], h: Tensor, call: LayerCall, heard: list[Tensor],
+    exchange: Exchange, lent: Attended | None,
+) -> tuple[Any, tuple[Tensor, ...], tuple[Attended, ...]]:  # fmt: skip
+    """The layer's result, the logits that its routers let be heard, and what its attention gave.
+
+    `lent`: what its attention is to give again; None: it attends.
+    """
+    exchange.lent = lent
     out = functional_call(layer, w, (h, *call.args), call.kwargs)
-    logits = tuple(heard)
+    logits, attended = tuple(heard), tuple(exchange.given)
     heard.clear()
-    return out, logits
+    exchange.given.clear()
+    return out, logits, attended
 
 
 class ModelTemplate:
@@ -102,6 +110,10 @@ class ModelTemplate:
         self._trainable = {s.name: frozenset(t.local for t in s.tensors if t.trainable) for s in self.spec.segments}
         self.tail_names, self.output_names = self._split_head(model)
         self._call_block: BlockCall = _call_block
+        self._exchange = Exchange()
+        for layer, shape in zip(self._layers, self.spec.attention, strict=True):
+            for module in attentions_of(layer, family) if shape.can_be_kept else ():
+                attention.connect(module, self._exchange)
         self.saved_buffers: Mapping[str, Tensor] = self._find_buffers(f"{family.backbone}.{family.layers}")
         self._by_document = has_tables or bool(family.by_document + family.attends_by_document)
         self._chunk_tokens: int | None = chunk_tokens_of(model.config)
@@ -134,6 +146,7 @@ class ModelTemplate:
         """
         torch._inductor.config.emulate_precision_casts = True
         torch._dynamo.config.fail_on_recompile_limit_hit = True
+        torch._dynamo.config.recompile_limit = 16  # the usual 8, for layers that attend and layers that are lent it
         self._call_block = torch.compile(_call_block, dynamic=False)
 
     def embed(self, w: Weights, batch: TokenBatch, key: int | None = None) -> tuple[Tensor, LayerCalls]:
@@ -175,14 +188,21 @@ class ModelTemplate:
         chunks = chunk_ids(batch, self._chunk_tokens).view(1, 1, 1, -1)
         return {"full_attention": ids, "chunked_attention": chunks}
 
-    def apply_block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> BlockOutput:
-        """Block `index`'s output, differentiable in `h` and in the `w` that require grad. Tallies nothing."""
+    def apply_block(
+        self, index: int, w: Weights, h: Tensor, calls: LayerCalls, lent: Attended | None = None
+    ) -> BlockOutput:
+        """Block `index`'s output, differentiable in `h` and in the `w` that require grad. Tallies nothing.
+
+        `lent`: what its attention gave for the same input, which is then not computed again.
+        """
         layer, call = self._layers[index], calls[index]
         self._packing.lengths_tokens = call.lengths_tokens
         if self._rolls_dice:
             layer.train(call.dice is not None)
         with thrown(call.dice, self.device):
-            out, logits = self._call_block(layer, dict(w), h, LayerCall(call.args, call.kwargs), self._heard)
+            out, logits, attended = self._call_block(
+                layer, dict(w), h, LayerCall(call.args, call.kwargs), self._heard, self._exchange, lent
+            )
         if self._others is not None and isinstance(out, tuple) and not any(value is not None for value in out[1:]):
             out = out[0]
         if not isinstance(out, Tensor):
@@ -192,16 +212,23 @@ class ModelTemplate:
                 f"{type(layer).__name__} turns a hidden state of {h.dtype} into {out.dtype}; train with precision fp32"
             )
         if call.tally is None:
-            return BlockOutput(out, ())
+            return BlockOutput(out, (), attended)
         assert self.balance is not None
-        return BlockOutput(out, sums_of(logits, call.tally.counted_T, self.balance))
+        return BlockOutput(out, sums_of(logits, call.tally.counted_T, self.balance), attended)
 
-    def block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls) -> Tensor:
-        """Block `index`'s output, and its routers tallied. Runs the same graph as the backward will, and drops it."""
+    def block(self, index: int, w: Weights, h: Tensor, calls: LayerCalls, attended: Attended | None = None) -> Tensor:
+        """Block `index`'s output, and its routers tallied. Runs the same graph as the backward will, and drops it.
+
+        `attended`: where to leave a copy of what its attention gave.
+        """
         names = self.trainable(self.spec.blocks[index])
         with torch.enable_grad():
             out = self.apply_block(index, leaves_of(w, names), h.detach().requires_grad_(), calls)
         note(calls[index], out)
+        if attended is not None:
+            (given,) = out.attended
+            for place, tensor in zip(attended, given, strict=True):
+                place.copy_(tensor)
         return out.h.detach()
 
     def tail(self, w: Weights, h: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
         MemoryRow("second gradient of the tied embedding", device_tier, sizes.tied_gradient_bytes(shapes, plan)),
         MemoryRow("boundary activations of a round", device_tier, sizes.boundary_bytes(shapes, plan)),
         MemoryRow("kept activations of a round", device_tier, kept),
+        MemoryRow("kept attention of a round", device_tier, sizes.kept_attention_bytes(shapes, plan)),
         MemoryRow("block inputs waiting in RAM", "ram", sizes.waiting_bytes(shapes, plan)),
         MemoryRow(f"working memory ({peak})", device_tier, working[peak]),
         MemoryRow("program and libraries", "ram", sizes.PROGRAM_RAM_BYTES[question.machine.device]),

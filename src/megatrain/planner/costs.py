@@ -9,7 +9,7 @@ fitted to traces of an H200 (docs/performance.md); `Rates.scale` corrects them f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,7 +84,8 @@ class CostModel:
 
     def cost_of(self, op: Op, segment: str) -> Cost:
         """The cost of `op` if it were for `segment`."""
-        key = (op.kind, segment, op.lane, len(op.reads), len(op.writes))
+        kept = next((place.pool for place in (*op.reads, *op.writes) if place.pool in _KEPT), "")
+        key = (op.kind, segment, op.lane, len(op.reads), len(op.writes), kept)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._count(op, segment)
@@ -134,9 +135,9 @@ class CostModel:
         return (Use("disk", 1.0), Use("dram", rate_Bps))
 
     # --- what each kind computes ---------------------------------------------------------------------------------
-    def forward_of(self, segment: str) -> Work:
+    def forward_of(self, segment: str, keeps_attention: bool = False) -> Work:
         """One block's forward for one micro-batch: products, attention, and elementwise traffic, which is about what
-        autograd would save."""
+        autograd would save; and a copy of what attention gives, if that is kept."""
         shapes, index = self.shapes, self._block[segment]
         tokens = shapes.micro_batch_tokens
         block = shapes.spec.blocks[index]
@@ -148,19 +149,27 @@ class CostModel:
             linear_flops=2 * min(dense, active) * tokens,
             expert_flops=2 * max(0, active - dense) * tokens,
             attention_s=attention / self.rates.attention_flops_per_s,
-            hbm_bytes=shapes.saved_bytes[block.name] + sizes.weights_bytes(shapes, segment),
+            hbm_bytes=shapes.saved_bytes[block.name]
+            + sizes.weights_bytes(shapes, segment)
+            + (2 * shapes.attended_bytes[segment] if keeps_attention else 0),
         )
 
-    def backward_of(self, segment: str, kept: bool, trained: bool) -> Work:
-        """Gradients of inputs and weights, their sum in fp32, and the forward once more unless it was kept."""
+    def backward_of(self, segment: str, pools: Collection[str]) -> Work:
+        """Gradients of inputs and weights, their sum in fp32, and what was not kept of the forward once more.
+
+        `pools`: of the places that the op reads and writes.
+        """
         forward, adds = self.forward_of(segment), sizes.gradient_bytes(self.shapes, segment) // 4 * ADD_BYTES
-        again = 0 if kept else 1
+        trained, again = "g" in pools, 0 if "kept" in pools else 1
+        attends, copied = again, 0
+        if "attn" in pools:
+            attends, copied = 0, 2 * self.shapes.attended_bytes[segment]
         products = (2 if trained else 1) + again
         return Work(
             linear_flops=products * forward.linear_flops,
             expert_flops=products * forward.expert_flops,
-            attention_s=(ATTENTION_BACKWARD + again) * forward.attention_s,
-            hbm_bytes=(2 + again) * forward.hbm_bytes + (adds if trained else 0),
+            attention_s=(ATTENTION_BACKWARD + attends) * forward.attention_s,
+            hbm_bytes=(2 + again) * forward.hbm_bytes + copied + (adds if trained else 0),
         )
 
     def head_of(self, backward: bool) -> Work:
@@ -231,6 +240,10 @@ def _kept(shapes: Shapes, segment: str) -> int:
     return shapes.saved_bytes[segment]
 
 
+def _attended(shapes: Shapes, segment: str) -> int:
+    return shapes.attended_bytes[segment]
+
+
 def _everything(shapes: Shapes, segment: str) -> int:
     return sizes.weights_bytes(shapes, segment) + sizes.state_bytes(shapes, segment)
 
@@ -250,6 +263,7 @@ CONTENT_BYTES: Mapping[str, Callable[[Shapes, str], int]] = {
     "h": _boundary,
     "dact": _boundary,
     "kept": _kept,
+    "attn": _attended,
     "file": _everything,
     "call": _nothing,
     "loss": _nothing,
@@ -258,20 +272,19 @@ CONTENT_BYTES: Mapping[str, Callable[[Shapes, str], int]] = {
 }
 
 
-def _keeps(op: Op) -> bool:
-    return any(place.pool == "kept" for place in op.reads)
+_KEPT = ("kept", "attn")  # pools of what a block keeps between its forward and its backward
 
 
-def _trains(op: Op) -> bool:
-    return any(place.pool == "g" for place in op.writes)
+def _pools(op: Op) -> set[str]:
+    return {place.pool for place in (*op.reads, *op.writes)}
 
 
 _WORK: Mapping[Kind, Callable[[CostModel, Op, str], Work]] = {
     Kind.EMBED: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes()),
-    Kind.FORWARD: lambda model, _op, segment: model.forward_of(segment),
+    Kind.FORWARD: lambda model, op, segment: model.forward_of(segment, "attn" in _pools(op)),
     Kind.HEAD: lambda model, _op, _segment: model.head_of(backward=True),
     Kind.LOSS: lambda model, _op, _segment: model.head_of(backward=False),
-    Kind.BACKWARD: lambda model, op, segment: model.backward_of(segment, _keeps(op), _trains(op)),
+    Kind.BACKWARD: lambda model, op, segment: model.backward_of(segment, _pools(op)),
     Kind.EMBED_BACKWARD: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes()),
     Kind.ZERO: lambda model, _op, segment: Work(hbm_bytes=sizes.gradient_bytes(model.shapes, segment)),
     Kind.NORM: lambda model, _op, segment: Work(hbm_bytes=sizes.gradient_bytes(model.shapes, segment)),

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatrain.errors import PlanError
 from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
+from megatrain.planner.sizes import refuse_unkept
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
 
 _ADAPTER = TypeAdapter(Plan)
@@ -35,6 +36,7 @@ def read_plan(path: Path, spec: ModelSpec) -> Plan:
         raise PlanError(f"--plan: {path}: {where} is {first['input']!r}: {first['msg']}") from None
     validate(plan)
     _refuse_other_model(path, plan, spec)
+    refuse_unkept(spec, plan)
     return plan
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatrain.config import RunConfig
+from megatrain.errors import PlanError
 from megatrain.models.layout import Layout, embedding_of, layout_of
 from megatrain.models.spec import ModelSpec, SegmentSpec
 from megatrain.schedule.ops import TIED_GRAD
@@ -63,6 +64,16 @@ class Shapes:
         share = _expert_share(self.spec)
         return {block.name: int(per_width * _linear_width(block, share)) for block in self.spec.blocks}
 
+    @cached_property
+    def attended_bytes(self) -> Mapping[str, int]:
+        """Block -> what its attention gives for one micro-batch; of blocks where that can be kept."""
+        table = {}
+        for index, (block, attention) in enumerate(zip(self.spec.blocks, self.spec.attention, strict=True)):
+            if attention.can_be_kept:
+                parts = attended_bytes(self.spec, index, self.compute_bytes, self.micro_batch_tokens)
+                table[block.name] = sum(parts.values())
+        return table
+
 
 def weights_bytes(shapes: Shapes, segment: str) -> int:
     """A segment's compute weights."""
@@ -83,6 +94,7 @@ def slot_bytes(
     spec: ModelSpec, plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int, micro_batch_tokens: int
 ) -> dict[str, int]:
     """Name -> bytes of every slot and boundary activation: the table that the engine makes its device arena of."""
+    refuse_unkept(spec, plan)
     pool = [layouts[s.name].num_elements for s in plan.blocks if s.weights == "pool"]
     pooled_grads = [layouts[s.name].num_trainable for s in plan.blocks if s.grads == "pool" and s.trainable]
     table = {f"w.{k}": max(pool) * compute_bytes for k in range(plan.weight_slots if pool else 0)}
@@ -104,7 +116,28 @@ def slot_bytes(
         table |= {f"act.{i}.{m}": one_bytes for i in own_inputs}
         table |= {f"h.{k}.{m}": one_bytes for k in range(plan.act_slots if plan.offloaded else 0)}
         table[f"dact.{m}"] = one_bytes
+        for i, block in enumerate(plan.blocks):
+            if block.activations == "keep_attention":
+                parts = attended_bytes(spec, i, compute_bytes, micro_batch_tokens)
+                table |= {f"attn.{i}.{m}.{part}": num_bytes for part, num_bytes in parts.items()}
     return table
+
+
+def attended_bytes(spec: ModelSpec, block: int, compute_bytes: int, micro_batch_tokens: int) -> dict[str, int]:
+    """Part -> bytes of what the attention of a block gives for one micro-batch."""
+    out_elements, lse_elements = spec.attention[block].kept_elements
+    return {"out": micro_batch_tokens * out_elements * compute_bytes, "lse": micro_batch_tokens * lse_elements * 4}
+
+
+def refuse_unkept(spec: ModelSpec, plan: Plan) -> None:
+    """PlanError if `plan` keeps the attention of a block that does not attend exactly once."""
+    for block, shape in zip(plan.blocks, spec.attention, strict=True):
+        if block.activations == "keep_attention" and not shape.can_be_kept:
+            how = "more than once for a micro-batch" if shape.num_heads else "not at all, or by other means"
+            raise PlanError(
+                f"{block.name} has activations 'keep_attention', but a block of {spec.architecture} like this one "
+                f"attends {how}; use 'recompute'"
+            )
 
 
 def segment_hbm_bytes(shapes: Shapes, segment: SegmentPlan) -> int:
@@ -142,6 +175,12 @@ def boundary_bytes(shapes: Shapes, plan: Plan) -> int:
     if plan.offloaded:
         count += plan.act_slots - len(plan.offloaded)
     return plan.round_micro_batches * count * one_boundary_bytes(shapes)
+
+
+def kept_attention_bytes(shapes: Shapes, plan: Plan) -> int:
+    """What attention gave to blocks that keep it, for each micro-batch of a round."""
+    kept = (shapes.attended_bytes[block.name] for block in plan.blocks if block.activations == "keep_attention")
+    return plan.round_micro_batches * sum(kept)
 
 
 def waiting_bytes(shapes: Shapes, plan: Plan) -> int:

@@ -11,7 +11,7 @@ from megatrain.errors import PlanError
 from megatrain.schedule.landing import Landing
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
-from megatrain.schedule.slots import GradSlots, InputSlots, Visit, VisitKind, WeightSlots
+from megatrain.schedule.slots import GradSlots, InputSlots, Visit, VisitKind, WeightSlots, kept_places
 from megatrain.schedule.waits import with_waits
 
 
@@ -192,11 +192,11 @@ class _Pass:
 
     def _forward(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         block = visit.index - 1
-        keep = segment.activations == "keep" and visit.index >= self.lowest
+        keeps = visit.index >= self.lowest
         for m in visit.micro_batches:
             source, target = self.inputs.place(block, m), self.inputs.place(block + 1, m)
             reads = (self.weights[segment.name], source, Place("call", "", m))
-            kept = (Place("kept", block, m),) if keep else ()
+            kept = kept_places(segment, block, m) if keeps else ()
             yield Op(Kind.FORWARD, segment.name, m, Lane.COMPUTE, reads, (target, *kept))
             if self.train and self.inputs.waits_in_ram(block):
                 yield Op(Kind.OFFLOAD, segment.name, m, Lane.D2H, (source,), (Place("ram.act", block, m),))
@@ -223,7 +223,7 @@ class _Pass:
             yield from (self._zero(segment, place) for place in grad)
         for m in visit.micro_batches:
             dact, call = Place("dact", "", m), Place("call", "", m)
-            kept = (Place("kept", block, m),) if segment.activations == "keep" else ()
+            kept = kept_places(segment, block, m)
             source = self.inputs.place(block, m)
             reads = (self.weights[segment.name], source, call, dact, *grad, *kept)
             yield Op(Kind.BACKWARD, segment.name, m, Lane.COMPUTE, reads, (dact, *grad))

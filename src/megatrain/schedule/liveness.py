@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from megatrain.schedule.ops import Place, Schedule
 
-_FLOW_POOLS = ("act", "dact", "call", "kept")
+_FLOW_POOLS = ("act", "dact", "call", "kept", "attn")
 
 
 def dead_after(schedule: Schedule) -> tuple[tuple[Place, ...], ...]:
-    """For each op, the act, dact, call and kept places that no later op touches: they may be freed once it is done."""
+    """For each op, the places of the flow pools that no later op touches: they may be freed once it is done."""
     last: dict[Place, int] = {}
     for index, op in enumerate(schedule):
         for place in (*op.reads, *op.writes):
@@ -24,7 +24,7 @@ def dead_after(schedule: Schedule) -> tuple[tuple[Place, ...], ...]:
 
 
 def peak(schedule: Schedule) -> Mapping[str, int]:
-    """The most places of each flow pool (act, dact, call, kept) that are alive during one op."""
+    """The most places of each flow pool (act, dact, call, kept, attn) that are alive during one op."""
     alive: Counter[str] = Counter()
     most: dict[str, int] = dict.fromkeys(_FLOW_POOLS, 0)
     born: set[Place] = set()

@@ -191,7 +191,7 @@ class Meaning:
     def _flow_in_place(self, what: str, of: str | int, m: int) -> Wanted:
         if what == "act" and of in self.offloaded:
             return {Place("h", slot, m) for slot in range(self.plan.act_slots)}, self._flow(what, of, m)
-        place = Place(what, of, m) if what in ("act", "kept") else Place(what, "", m)
+        place = Place(what, of, m) if what in ("act", "kept", "attn") else Place(what, "", m)
         return (place,), self._flow(what, of, m)
 
     def _sum_in_slot(self, segment: SegmentPlan, count: int) -> list[Wanted]:
@@ -278,8 +278,11 @@ class Meaning:
 
     def _kept(self, segment: SegmentPlan, m: int) -> list[Wanted]:
         number = self.number_of[segment.name]
-        keep = segment.activations == "keep" and self.now.program != "eval" and number >= self.lowest
-        return [self._flow_in_place("kept", number - 1, m)] if keep else []
+        if self.now.program == "eval" or number < self.lowest:
+            return []
+        if segment.activations == "keep":
+            return [self._flow_in_place("kept", number - 1, m)]
+        return [self._flow_in_place("attn", number - 1, m)] if segment.activations == "keep_attention" else []
 
     def _forward(self, segment: SegmentPlan, m: int) -> Need:
         output = self._flow_in_place("act", self.number_of[segment.name], m)

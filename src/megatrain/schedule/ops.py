@@ -37,13 +37,14 @@ class Kind(StrEnum):
     FETCH_GRAD  r: ram.grad.S                               w: its gradient slot      (round 2 on: the sum goes on)
     ZERO        r:                                          w: its gradient slot, or tied.grad (segment EMBED)
     EMBED       r: weights                                  w: act.0.m, call.m        (recorded layer calls)
-    FORWARD     r: weights, act.i.m, call.m                 w: act.i+1.m [, kept.i.m]
+    FORWARD     r: weights, act.i.m, call.m                 w: act.i+1.m [, kept.i.m or attn.i.m]
     OFFLOAD     r: h.k.m                                    w: ram.act.i.m            (the input of block i = S)
     RELOAD      r: ram.act.i.m                              w: h.k.m
     HEAD        r: weights [, w.EMBED if tied], act.L.m, gradient slot [, tied.grad]
                 w: dact.m, loss.m, gradient slot [, tied.grad]      (tied.grad: if tied and the embedding is trained)
     LOSS        r: weights [, w.EMBED if tied], act.L.m     w: loss.m                 (evaluation: no backward)
-    BACKWARD    r: weights, act.i.m, call.m, dact.m, gradient slot [, kept.i.m]   w: dact.m, gradient slot
+    BACKWARD    r: weights, act.i.m, call.m, dact.m, gradient slot [, kept.i.m or attn.i.m]
+                w: dact.m, gradient slot
                 (wherever act.i.m stands, it is h.k.m if block i has activations "offload")
     EMBED_BACKWARD r: weights, dact.m, gradient slot        w: gradient slot
     MERGE       r: tied.grad, embedding gradient slot       w: embedding gradient slot (tied: two sums added once)
@@ -89,7 +90,8 @@ class Place(NamedTuple):
                disk.w.L000  disk.state.L000
     Landing:   land.w.0 land.w.1 …  land.state.0 …    slots in RAM for what comes from disk and goes there
                land.grad.0 …  for gradients on their way to an update, where they have no home
-    Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, kept.i.m, loss.m
+    Flow:      act.i.m (input of block i; i = number of blocks: input of HEAD), dact.m, call.m, loss.m
+               kept.i.m (autograd's saved tensors), attn.i.m (what the attention of block i gave)
                h.0.m h.1.m …  slots shared by the inputs of offloaded blocks;  ram.act.i.m  where those wait
     Scalars:   norm.L000, cell;  file.L000 on disk
     Micro-batches count from 0 over the whole step. Where only a micro-batch follows the pool, it is `micro_batch`, and

@@ -8,6 +8,7 @@ from typing import Literal
 from megatrain.errors import PlanError
 
 Tier = Literal["hbm", "ram", "disk"]
+Activations = Literal["recompute", "keep_attention", "keep", "offload"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class SegmentPlan:
     comes from RAM during the backward pass; the gradient never leaves its slot; new state and weights are written back
     to RAM behind the update.
     `weights_home`: where the weights live between uses, unless `state` is "hbm": "ram" or "disk".
-    `activations`: "recompute" keeps only the block's input; "keep" keeps autograd's saved tensors; "offload" lets the
-    input wait in RAM for the backward pass, in `act_slots` shared slots on its way.
+    `activations`: "recompute" keeps only the block's input; "keep_attention" keeps what its attention gives, too, so
+    that the recomputation does not attend again; "keep" keeps autograd's saved tensors; "offload" lets the input wait
+    in RAM for the backward pass, in `act_slots` shared slots on its way.
     """
 
     name: str
@@ -34,7 +36,7 @@ class SegmentPlan:
     weights: Literal["pool", "own"] = "pool"
     grads: Literal["pool", "own"] = "pool"
     state: Tier = "ram"
-    activations: Literal["recompute", "keep", "offload"] = "recompute"
+    activations: Activations = "recompute"
     update: Literal["home", "device"] = "home"
     weights_home: Literal["ram", "disk"] = "ram"
 
@@ -167,6 +169,8 @@ def _validate_segment(segment: SegmentPlan, kind: str) -> None:
         raise PlanError(f"{segment.name} lives on disk and has update 'device'; use 'home', or state 'ram'")
     if kind != "block" and segment.activations == "offload":
         raise PlanError(f"{segment.name} has activations 'offload'; only blocks have an input that can wait in RAM")
+    if kind != "block" and segment.activations == "keep_attention":
+        raise PlanError(f"{segment.name} has activations 'keep_attention'; only blocks attend: use 'recompute'")
     if kind != "block":
         why = f"{kind} segments"
     elif segment.state == "hbm":

@@ -116,6 +116,12 @@ class InputSlots:
         return next((other for other in self._waiting if self._turn[other] == turn), None)
 
 
+def kept_places(segment: SegmentPlan, block: int, micro_batch: int) -> tuple[Place, ...]:
+    """What a block keeps between its forward and its backward beside its input: one place, or none."""
+    pool = {"keep": "kept", "keep_attention": "attn"}.get(segment.activations)
+    return () if pool is None else (Place(pool, block, micro_batch),)
+
+
 class GradSlots:
     """Gives each backward visit the next shared slot in turn; from round 2 on, fetches the sum so far into it.
 

@@ -11,7 +11,7 @@ from megatrain.schedule.ops import Kind, Lane, Op, Place, Schedule
 _HOMES = {"ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state", "land.w", "land.state", "land.grad"}
 _KEY = frozenset({"w", "g", "s", "norm", "file"} | _HOMES)
 _MICRO_BATCH = frozenset({"dact", "call", "loss"})
-_BOTH = frozenset({"act", "h", "kept", "ram.act"})
+_BOTH = frozenset({"act", "h", "kept", "attn", "ram.act"})
 _ALONE = frozenset({"cell", "tied.grad"})
 
 # A longer column (CLIP reads everything) sticks out instead of widening every line.
