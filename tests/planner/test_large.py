@@ -37,6 +37,7 @@ class Model:
     vocab: int
     blocks: int
     attention: tuple[int, ...]  # forward operations of each block over one micro-batch
+    attended: int  # bytes that the attention of a block gives for one token: out in bf16, lse in fp32
     tied: bool
 
     @property
@@ -64,6 +65,7 @@ def gpt_oss(length: int) -> Model:
         vocab=v,
         blocks=c["num_hidden_layers"],
         attention=tuple(4 * q * pairs[i % 2] * (T // length) for i in range(c["num_hidden_layers"])),
+        attended=2 * q + 4 * c["num_attention_heads"],
         tied=False,
     )
 
@@ -83,6 +85,7 @@ def dense(length: int) -> Model:
         vocab=v,
         blocks=n,
         attention=tuple(4 * d * (length * (length + 1) // 2) * (T // length) for _ in range(n)),
+        attended=2 * d + 4 * c["num_attention_heads"],
         tied=True,
     )
 
@@ -129,7 +132,7 @@ def shown(case: Case) -> dict[str, Any]:
         "disk": [s for s in segments if s["state"] == "disk"],
     }
     assert all(s["weights_home"] == "ram" for s in segments)
-    assert all(s["activations"] in ("recompute", "offload") for s in segments)
+    assert all(s["activations"] != "keep" for s in segments)
     return {**table, "places": places, "M": case.rows * case.length // T}
 
 
@@ -141,6 +144,11 @@ def parameters(model: Model, segments: list[dict[str, Any]]) -> int:
 def offloaded(shown: dict[str, Any]) -> tuple[int, int]:
     """(blocks whose inputs wait in RAM or pass through the shared slots, slots)."""
     return sum(s["activations"] == "offload" for s in shown["plan"]["segments"]), shown["plan"]["act_slots"]
+
+
+def attention_kept(shown: dict[str, Any]) -> list[int]:
+    """Blocks (from 0) that keep what their attention gives."""
+    return [i for i, s in enumerate(shown["plan"]["segments"], -1) if s["activations"] == "keep_attention"]
 
 
 def two_passes(shown: dict[str, Any]) -> bool:
@@ -172,6 +180,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "shared gradient slots": 2 * 4 * model.block * (streams > 0),
         "second gradient of the tied embedding": 4 * v * d if model.tied else 0,
         "boundary activations of a round": round_size * (model.blocks + 2 - aside + slots) * T * d * 2,
+        "kept attention of a round": round_size * len(attention_kept(shown)) * T * model.attended,
         "block inputs waiting in RAM": round_size * max(0, aside - slots) * T * d * 2,
         f"working memory ({'backward of a block' if backward > head else 'head and loss'})": max(backward, head),
         "CUDA libraries": 700 * MIB,
@@ -230,6 +239,9 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     backward_s = (
         model.blocks * (3 * products_s + 3 * traffic_s + 12 * model.block / hbm) + (1 + 2.5 / 0.8) * attention_s
     )
+    kept = attention_kept(shown)
+    backward_s -= sum(model.attention[i] for i in kept) / rates["attention_flops_per_s"]
+    copies_s = 2 * len(kept) * 2 * T * model.attended / hbm  # into its place, and out of it; read and written
     table = v * d
     chunks = T // CHUNK
     head_s = 3 * 2 * table * T / 0.85 / matmul + (T * v * 12 + chunks * table * 12) / hbm
@@ -237,7 +249,7 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     passes = 2 if two_passes(shown) else 1
     if passes == 2:
         sums_s += 4 * model.total / hbm  # zeroed in both passes, their norm taken in one
-    compute = passes * M * (forward_s + backward_s + head_s) + sums_s + 28 * places["hbm"] / hbm
+    compute = passes * M * (forward_s + backward_s + copies_s + head_s) + sums_s + 28 * places["hbm"] / hbm
 
     aside, slots = offloaded(shown)
     inputs_bytes = M * max(0, aside - slots) * T * d * 2

@@ -98,7 +98,7 @@ def home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
     for segment in away:
         weights[segment.weights_on_disk] += sizes.weights_bytes(shapes, segment.name)
         states[segment.state_on_disk] += sizes.state_bytes(shapes, segment.name)
-    slots = landing_bytes(plan, shapes.layouts, shapes.compute_bytes)
+    slots = landing_bytes(plan, shapes.layouts, shapes.compute_bytes) if plan.disk_slots else {}
     drained = [sizes.gradient_bytes(shapes, s.name) for s in plan.segments if not s.updates_on_device]
     if plan.clip_mode == "two-pass":  # no home: slots in RAM on the way to the updates
         drained = [plan.grad_landing_slots * max(drained, default=0)]

@@ -84,8 +84,8 @@ class CostModel:
 
     def cost_of(self, op: Op, segment: str) -> Cost:
         """The cost of `op` if it were for `segment`."""
-        kept = next((place.pool for place in (*op.reads, *op.writes) if place.pool in _KEPT), "")
-        key = (op.kind, segment, op.lane, len(op.reads), len(op.writes), kept)
+        last = op.reads[-1].pool if op.reads else "", op.writes[-1].pool if op.writes else ""  # what a block keeps
+        key = (op.kind, segment, op.lane, len(op.reads), len(op.writes), last)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._count(op, segment)
@@ -270,9 +270,6 @@ CONTENT_BYTES: Mapping[str, Callable[[Shapes, str], int]] = {
     "norm": _nothing,
     "cell": _nothing,
 }
-
-
-_KEPT = ("kept", "attn")  # pools of what a block keeps between its forward and its backward
 
 
 def _pools(op: Op) -> set[str]:

@@ -4,7 +4,8 @@ What may be chosen is a fixed family of plans that does not depend on the budget
 simulated time is taken, with wear of the disk counted as time. So more memory never gives a costlier plan: it only
 adds plans to choose from. A plan of the family is a number of rounds, a number of segments (from the front) whose state
 is in HBM, block inputs in HBM or in RAM, and one way to use what is then left of HBM, as far as it goes: kept
-activations (from the last block on), or weights that stay in HBM.
+activations (from the last block on), or weights that stay in HBM; either at once, or behind kept attention, which saves
+most time for its bytes where documents are long.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import product
+from functools import lru_cache, partial
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Literal
 
 from megatrain.models.layout import embedding_of
@@ -24,7 +26,8 @@ from megatrain.planner.prediction import predict
 from megatrain.planner.table import TIERS
 from megatrain.schedule.build import rounds
 from megatrain.schedule.ops import Kind, Lane, Op, Place
-from megatrain.schedule.plan import Plan, SegmentPlan, Tier
+from megatrain.schedule.plan import Activations, Plan, SegmentPlan, Tier
+from megatrain.schedule.slots import kept_places
 
 GROUPS = 18  # of blocks, in the simulations of the search
 WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what five minutes of a GPU do
@@ -35,11 +38,12 @@ GRAD_SLOTS = 2  # in RAM, in two passes: one lands, one is used
 DISK_SLOTS = 3  # one is read, one updated, one written
 STEP = 1.2  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
 
-Activations = Literal["recompute", "keep", "offload"]
 ClipMode = Literal["deferred", "two-pass"]
 Change = tuple[tuple[str, str], ...]
+Filling = list[tuple[int, Change]]  # (index of a segment, what changes), in the order in which they get the memory
 RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
 KEPT: Change = (("activations", "keep"),)
+ATTENTION_KEPT: Change = (("activations", "keep_attention"),)
 STATE_ON_DISK: Change = (("state", "disk"),)
 WEIGHTS_ON_DISK: Change = (("weights_home", "disk"),)
 OWN_WEIGHTS: Change = (("weights", "own"), ("grads", "own"))
@@ -93,10 +97,9 @@ def _to_read(question: Question) -> Plan:
     """As many weights in HBM as fit, in as few rounds as fit: text is written token by token, each needs all."""
     for round_micro_batches in _round_sizes(question):
         streamed = _streamed(question, round_micro_batches, "recompute")
-        order = list(range(len(streamed.segments))) if question.machine.device == "cuda" else []
-        plan = _most(question, streamed, order, RESIDENT)
-        if plan is not None:
-            return plan
+        order = range(len(streamed.segments)) if question.machine.device == "cuda" else ()
+        if _fits(question, streamed):
+            return _most(question, streamed, [(index, RESIDENT) for index in order])
     return smallest(question)
 
 
@@ -170,7 +173,7 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
 
 def _candidates(question: Question) -> Iterator[_Candidate]:
     """Every plan of the family that fits."""
-    floor = _Floor(question)
+    floor, fillings, seen = _Floor(question), _fillings(question), set[Plan]()
     bases = product(_round_sizes(question), _inputs(question), _clip_modes(question))
     for round_micro_batches, inputs, clip_mode in bases:
         if clip_mode == "two-pass" and round_micro_batches < question.num_micro_batches:
@@ -181,9 +184,9 @@ def _candidates(question: Question) -> Iterator[_Candidate]:
             if memory_table(question, resident).verdict(question.machine_tier) != "FITS":
                 break  # more of them need more
             resident = _with_disk(question, resident)
-            for order, change in _fillings(question, resident):
-                filled = _most(question, resident, order, change)
-                if filled is not None:
+            for filled in _filled(question, resident, *fillings):
+                if filled not in seen:
+                    seen.add(filled)
                     yield _Candidate(floor(filled) + _wear_s(question, filled), filled)
 
 
@@ -242,28 +245,64 @@ def _steps(most: int, factor: float) -> list[int]:
     return found
 
 
-def _fillings(question: Question, plan: Plan) -> Iterator[tuple[list[int], Change]]:
-    """Ways to use what is left of HBM: (segments in the order in which they get it, what changes)."""
-    blocks = range(1, len(plan.segments) - 1)
-    yield ([*reversed(blocks)], KEPT) if question.config.activations == "auto" else ([], KEPT)
-    if question.machine.device == "cuda":
-        streaming = [index for index in reversed(blocks) if plan.segments[index].weights == "pool"]
-        if streaming:
-            yield streaming, OWN_WEIGHTS
+def _fillings(question: Question) -> tuple[Filling, Filling]:
+    """(Attention to keep where that saves more time for its bytes than to keep all, what saves most first; all
+    activations to keep, from the last block on.) Both empty if the user says what is kept."""
+    spec, names = question.shapes.spec, [segment.name for segment in question.shapes.spec.segments]
+    if question.config.activations != "auto" or not trains(spec):
+        return [], []
+    lowest = next(i for i, segment in enumerate(spec.segments) if any(t.trainable for t in segment.tensors))
+    blocks = range(len(names) - 2, max(lowest, 1) - 1, -1)
+    shapes, saved_s = question.shapes, partial(_saved_s, question)
+    rates = {
+        index: saved_s(names[index], "attn") / shapes.attended_bytes[names[index]]
+        for index in blocks
+        if names[index] in shapes.attended_bytes
+    }
+    worth = [i for i in rates if rates[i] > saved_s(names[i], "kept") / shapes.saved_bytes[names[i]]]
+    worth.sort(key=lambda index: -rates[index])
+    return [(index, ATTENTION_KEPT) for index in worth], [(index, KEPT) for index in blocks]
 
 
-def _most(question: Question, plan: Plan, order: list[int], change: Change) -> Plan | None:
-    """`plan` with as many of `order` changed as fit; None if not even `plan` does."""
+def _saved_s(question: Question, block: str, pool: str) -> float:
+    """What one micro-batch's visits of a block get shorter by if it keeps a place of `pool`."""
+    kept, costs = (Place(pool, 0, 0),), question.work.costs
+    forward, backward = (partial(Op, kind, block, 0, Lane.COMPUTE) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    without_s = costs.seconds(forward((), ())) + costs.seconds(backward((), ()))
+    return without_s - costs.seconds(forward((), kept)) - costs.seconds(backward(kept, ()))
+
+
+def _filled(question: Question, plan: Plan, attention: Filling, everything: Filling) -> Iterator[Plan]:
+    """`plan` with what is left of HBM used up, in every way of the family; nothing if it does not fit itself."""
     if not _fits(question, plan):
-        return None
-    least, most = 0, len(order)
+        return
+    streaming = [index for index in range(len(plan.segments) - 2, 0, -1) if plan.segments[index].weights == "pool"]
+    own = [(index, OWN_WEIGHTS) for index in streaming] if question.machine.device == "cuda" else []
+    attending = _most(question, plan, attention)
+    if attending == _changed_by(plan, attention):  # there may be room for more
+        yield _most(question, attending, everything)
+        yield _most(question, attending, own)
+    else:
+        yield attending
+    yield _most(question, plan, own)
+
+
+def _most(question: Question, plan: Plan, filling: Filling) -> Plan:
+    """`plan`, which fits, with as many of the changes as fit."""
+    least, most = 0, len(filling)
     while least < most:
         middle = (least + most + 1) // 2
-        if _fits(question, _changed(plan, order[:middle], change)):
+        if _fits(question, _changed_by(plan, filling[:middle])):
             least = middle
         else:
             most = middle - 1
-    return _changed(plan, order[:least], change)
+    return _changed_by(plan, filling[:least])
+
+
+def _changed_by(plan: Plan, filling: Filling) -> Plan:
+    for change, part in groupby(filling, key=itemgetter(1)):
+        plan = _changed(plan, [index for index, _ in part], change)
+    return plan
 
 
 def _changed(plan: Plan, indices: range | list[int], change: Change) -> Plan:
@@ -331,7 +370,7 @@ class _Floor:
     def _passes_s(self, segment: SegmentPlan) -> tuple[float, float, float]:
         """(forward, backward, sums and update on the device) of a segment over all micro-batches."""
         grad = (Place("g", segment.name),) if segment.trainable else ()
-        kept = (Place("kept"),) if segment.activations == "keep" else ()
+        kept = kept_places(segment, 0, 0)
         rest_s = self._update_s(segment, Lane.COMPUTE) if segment.updates_on_device else 0.0
         rest_s += sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
         if segment.kind == "embed":
