@@ -20,6 +20,7 @@ import torch
 from megatrain.engine.chaos import Chaos
 from megatrain.errors import PlanError
 from megatrain.models.batch import TokenBatch
+from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW, spec
 from megatrain.schedule import Lane, Plan
@@ -57,14 +58,20 @@ def story(seed: int) -> Story:
     """The placement, the programs and the delays of `seed`."""
     dice = random.Random(seed)
     model = dice.choice(list(MODELS))
-    family, freeze, _ = MODELS[model]
-    spec = model_spec(tiny_config(family), freeze=freeze)
+    spec = spec_of(model)
     placement = placed(dice, [segment.name for segment in spec.segments])
     while not possible(make_plan(spec, placement)):
         placement = placed(dice, [segment.name for segment in spec.segments])
     between = tuple(dice.choice(["", "", "evaluate", "flush", "save"]) for _ in range(STEPS))
     precision, max_delay_s = dice.choice(["fp32", "bf16"]), dice.choice([0.0001, 0.0004, 0.001])
     return Story(model, precision, placement, between, max_delay_s, dice.choice([None, DECAY]))
+
+
+@functools.cache
+def spec_of(model: str) -> ModelSpec:
+    """The spec of a model, which takes longer to derive than its story to tell."""
+    family, freeze, _ = MODELS[model]
+    return model_spec(tiny_config(family), freeze=freeze)
 
 
 def placed(dice: random.Random, names: Sequence[str]) -> Placement:
@@ -83,6 +90,7 @@ def placed(dice: random.Random, names: Sequence[str]) -> Placement:
         grad_slots=dice.randint(1, 3),
         round_micro_batches=4 if two_pass else dice.randint(1, 5),  # two passes need the whole step in one round
         keep=dice.random() < 0.4,
+        keep_attention=dice.random() < 0.3,
         offload=dice.random() < 0.4,
         act_slots=dice.randint(2, 3),
         two_pass=two_pass,
@@ -203,7 +211,8 @@ def test_stories_differ_and_cover_what_they_should() -> None:
     assert {tale.model for tale in tales} == set(MODELS)
     assert {tale.precision for tale in tales} == {"fp32", "bf16"}
     assert {then for tale in tales for then in tale.between} == {"", "evaluate", "flush", "save"}
-    for name in ("streamed", "resident", "state_on_disk", "weights_on_disk", "two_pass", "keep", "offload"):
+    flags = ("two_pass", "keep", "keep_attention", "offload")
+    for name in ("streamed", "resident", "state_on_disk", "weights_on_disk", *flags):
         chosen = [bool(vars(tale.placement)[name]) for tale in tales]
         assert 1 < sum(chosen) < NUM_FAST - 1, name
     assert any(tale.placement.streamed and tale.placement.resident for tale in tales)
