@@ -17,7 +17,7 @@ from pydantic import BaseModel, Discriminator, Field, PlainSerializer, Tag, Vali
 from pydantic_core import ErrorDetails
 
 from megatrain.config_spellings import ALIASES, BATCH_FACTORS, did_you_mean, own_names, with_words
-from megatrain.config_values import STRICT, DatasetPart, Memory, format_size
+from megatrain.config_values import STRICT, DatasetPart, Memory, format_size, what_is_wrong
 from megatrain.config_yaml import ConfigValue, parse_mapping, read_bytes
 from megatrain.errors import ConfigError
 
@@ -194,8 +194,8 @@ def _sentence(detail: ErrorDetails, table: Mapping[str, ConfigValue], source: st
         return f"{table[key].where}: {name} is missing"
     if detail["type"] == "extra_forbidden":
         return f"{table[key].where}: unknown key '{name}'; {INNER_KEYS[key]}"
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{table[key].where}: {name} is {detail['input']!r}; {message[0].lower()}{message[1:]}"
+    meaning = f" ({RunConfig.model_fields[key].description})" if detail["type"] == "literal_error" else ""
+    return f"{table[key].where}: {name} is {detail['input']!r}; {what_is_wrong(detail)}{meaning}"
 
 
 def _validated(table: Mapping[str, ConfigValue], source: str) -> RunConfig:

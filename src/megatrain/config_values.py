@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic_core import ErrorDetails
 
 STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 UNITS_BYTES = {
@@ -53,6 +54,18 @@ Size = Annotated[
     PlainSerializer(_dump_size),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": f"^{_SIZE.pattern}$"}, {"type": "null"}]}),
 ]
+
+
+def what_is_wrong(detail: ErrorDetails) -> str:
+    """Why a value was refused, in our words where pydantic's speak of Python."""
+    if detail["input"] is None:
+        return "it may not be empty: give a value, or leave the key out"
+    if detail["type"] in ("too_short", "string_too_short"):
+        return "it may not be empty"
+    if detail["type"] in ("model_type", "dict_type"):
+        return "write its members in braces, for example {hbm: 40GiB, ram: 400GiB}"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{message[0].lower()}{message[1:]}"
 
 
 class Memory(BaseModel):

@@ -75,6 +75,9 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.yaml").write_text(text)
     (tmp_path / "run/checkpoints/step-3").mkdir(parents=True)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/config.yaml").write_text("model: m\ndataset: d\n")
+    (tmp_path / "torn/plan.json").write_text("{")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     cases = {
@@ -83,6 +86,7 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
         "train my.yaml --allow dta": "did you mean 'data'?",
         "train my.yaml": "has checkpoints but no config.yaml",
         "plan bad.yaml": "unknown key",
+        "plan torn lerning_rate=1": "unknown key",
         "data preview none.yaml": "cannot be read",
         "resume none": "it is not there",
         "resume run lerning_rate=1": "unknown key",
@@ -97,6 +101,8 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
         "eval run max_lenth=9": "unknown key",
         "chat none": "is not there: neither",
         "chat run --step first": "step is 'first'",
+        "chat run --step all": "a conversation takes one checkpoint",
+        "chat run hello": "command line 'hello': write key=value",
         "chat run learning_rate=1": "would change nothing here",
         "chat run --raw --system s": "so --system has no place",
         "export none out": "is not there: neither",
@@ -106,6 +112,7 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
         "export run out --shard-size 5": "shard-size is '5'",
         "export run out --step 9": "no checkpoint of step 9",
         "export run out --format gguf": "format is 'gguf'",
+        "report torn": "torn/plan.json is damaged",
         "report none": "is not there: neither",
         "report model": "is a model folder; a report",
         "report run --prompt a": "the run started from m, which is not there",
@@ -149,6 +156,28 @@ def test_rows_are_no_longer_than_the_model_knows_unless_that_is_asked_for(
     capsys.readouterr()
     assert megatrain("plan", tiny_model, "max_length=2048") == 2
     assert f"the model knows {positions} positions" in sentence(capsys)
+
+
+def test_what_is_not_the_right_kind_of_file_is_one_sentence(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert megatrain("train", run_config, *SHORT) == 0
+    run, report = tmp_path / "run", ("report", tmp_path / "run")
+    manifest = run / "checkpoints/step-2/manifest.json"
+    cases: dict[tuple[object, ...], str] = {
+        ("plan", run_config, "--plot", tmp_path / "no/x.svg"): "cannot be written: its folder is not there",
+        ("doctor", run_config): "is a file; give the folder where runs will be written",
+        ("export", run, run_config / "x"): "is no folder; make it first",
+    }
+    capsys.readouterr()
+    for words, message in cases.items():
+        assert megatrain(*words) == 2
+        assert message in sentence(capsys)
+    for text, message in (("{}", "it lists no files"), ("[]", "no JSON object"), ("{", "is damaged (Expecting")):
+        manifest.write_text(text)
+        assert megatrain(*report) == 2
+        assert message in sentence(capsys)
+    assert megatrain("plan", run) == 0, "a run folder is planned as its config says"
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    assert megatrain("plan", "-h") == 0
 
 
 def test_padding_without_end_is_said(run_config: Path, capsys: Captured) -> None:

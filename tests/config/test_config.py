@@ -36,7 +36,7 @@ def test_every_alias_lands_on_its_key(tmp_path: Path, alias: str) -> None:
     values |= {"packing": "false", "lr_scheduler_type": "linear", "learning_rate": "0.5", "num_train_epochs": "2"}
     values |= {"adam_epsilon": "0.5", "max_grad_norm": "0.5", "train_batch_size": "3"}
     values |= {"train_roles": "[user, assistant]", "label_smoothing_factor": "0.1"}
-    values |= {"neftune_noise_alpha": "5"}
+    values |= {"neftune_noise_alpha": "5", "router_aux_loss_coef": "0.5"}
     key = ALIASES[alias]
     base = "".join(line for line in (BASE.splitlines(keepends=True)) if not line.startswith(f"{key}:"))
     config = read(tmp_path, f"{base}{alias}: {values[key]}\n")
@@ -68,6 +68,9 @@ def test_batch_factors_multiply(tmp_path: Path) -> None:
         ("dataset_format: x\n", "line 3: unknown key 'dataset_format'"),
         ("lora_r: 8\n", "line 3: key 'lora_r' has no place here: MegaTrain trains every parameter"),
         ("use_ema: true\n", "line 3: key 'use_ema' has no place here: ema_decay: 0.999 keeps an average"),
+        ("output_dir:\n", "line 3: output_dir is None; it may not be empty: give a value, or leave the key out"),
+        ("memory: 5\n", "line 3: memory is 5; write its members in braces, for example {hbm: 40GiB"),
+        ("resume_from_checkpoint: run/step-4\n", "should be 'auto' or 'never' (auto: go on from the newest valid"),
         ("ema_decay: 1\n", "line 3: ema_decay is 1; input should be less than 1"),
         ("ema_decay: 0\n", "line 3: ema_decay is 0; input should be greater than 0"),
         ("ema_decay: 0.99999999\n", "line 3: ema_decay is 0.99999999, which is 1.0 in fp32"),
@@ -109,7 +112,7 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
     ("text", "message"),
     [
         ("dataset: 5\n", "line 2: dataset is 5; input should be a valid string"),
-        ("dataset: []\n", "line 2: dataset is (); tuple should have at least 1 item"),
+        ("dataset: []\n", "line 2: dataset is (); it may not be empty"),
         ("dataset: [{format: text}]\n", "line 2: dataset.0.path is missing"),
         ("dataset: [{path: a, repeat: 0}]\n", "line 2: dataset.0.repeat is 0; input should be greater than 0"),
         ("dataset: [{path: a, rows: 3}]\n", "line 2: unknown key 'dataset.0.rows'; a dataset has path, format,"),

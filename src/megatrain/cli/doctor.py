@@ -69,6 +69,8 @@ class Taker:
 
 def doctor(folder: Path, *, quick: bool, cached: bool, as_json: bool) -> int:
     """Measures this machine, or looks up what was measured; exit code 1 if training will not work here."""
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; give the folder where runs will be written")
     taker = Taker()
     host = describe_host(available_ram_bytes(), cgroup_limit_bytes(), locked_memory_limit_bytes())
     gpu = taker.take("gpu", describe_gpu)

@@ -66,10 +66,10 @@ def _kind_of(word: str) -> Kind:
 def _dtype_of(word: str | None, kind: str) -> str:
     """bf16 unless another is asked for; a folder to train on from holds the fp32 masters and nothing less."""
     if kind == "dcp":
-        if word is not None and SPELLINGS.get(word, word) != "fp32":
+        if word is not None and SPELLINGS.get(word.lower(), word.lower()) != "fp32":
             raise ConfigError(f"dtype is {word!r}, but --format dcp writes the fp32 masters; leave --dtype out")
         return "fp32"
-    chosen = "bf16" if word is None else SPELLINGS.get(word, word)
+    chosen = "bf16" if word is None else SPELLINGS.get(word.lower(), word.lower())
     if chosen not in DTYPES:
         raise ConfigError(f"dtype is {word!r}; use {', '.join(DTYPES)}")
     return chosen

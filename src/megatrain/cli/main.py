@@ -28,6 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
@@ -216,13 +217,12 @@ def chat(
     raw: Raw = False,
 ) -> None:
     """Talk to a checkpoint or a model; what does not fit the GPU streams through it layer by layer."""
-    from megatrain.cli.pointed import CHAT_KEYS, config_of, located, steps_asked
+    from megatrain.cli.pointed import config_to_chat, located
 
     if raw and system is not None:
         raise ConfigError("--raw continues text as it is, so --system has no place; leave one of them out")
     path = located(path)
-    config = config_of(path, words or (), CHAT_KEYS)
-    steps_asked(path, [step])
+    config = config_to_chat(path, words or (), step)
 
     from megatrain.cli.chat import chat as verb
     from megatrain.models.generate import Sampling

@@ -34,6 +34,8 @@ def plan(
     """Print the plan and its price, and what would fit if it does not. 0 if it fits, 1 if not."""
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"--plot: {plot} is no .svg; the picture is SVG, which every browser shows and prints")
+    if plot is not None and (plot.is_dir() or not plot.absolute().parent.is_dir()):
+        raise ConfigError(f"--plot: {plot} cannot be written: its folder is not there, or it is one itself")
     described = None if machine is None else read_machine(machine)
     run = planned(config, plan_file=plan_file, described=described)
     spans = None if trace is None else read_trace(trace)

@@ -77,8 +77,20 @@ def config_to_evaluate(
     return config
 
 
+def config_to_chat(path: Path, words: Sequence[str], step: str) -> RunConfig:
+    """The config to talk to one checkpoint of `path` with."""
+    config = config_of(path, words, CHAT_KEYS)
+    if step == "all":
+        raise ConfigError("step is 'all'; a conversation takes one checkpoint: a number, latest, best or base")
+    steps_asked(path, [step])
+    return config
+
+
 def refuse_unheeded(words: Sequence[str], heeded: Collection[str], why: str) -> None:
     """ConfigError if a `key=value` word sets a key that the verb would pass over."""
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"command line '{word}': write key=value, for example device=cpu")
     for key in sorted(keys_of(words) - set(heeded)):
         if key not in RunConfig.model_fields:
             refuse_unknown(key, "command line", RunConfig.model_fields)

@@ -75,7 +75,7 @@ def predicted_line(price: Price, num_steps: int) -> str:
 def measured_line(price: Price, step_s: float) -> str:
     """What became of the promise; `step_s`: of a usual step."""
     ratio = step_s / price.prediction.step_s
-    return f"measured: {step_s:.3f} s/step, {ratio:.2f} of the predicted {price.prediction.step_s:.3f} s"
+    return f"measured: {step_s:.3f} s/step, {ratio:.2f} times the predicted {price.prediction.step_s:.3f} s"
 
 
 def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine) -> dict[str, object]:

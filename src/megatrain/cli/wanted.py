@@ -14,7 +14,7 @@ YAML = (".yaml", ".yml")  # of a config that is not there; not a name on the hub
 
 
 def config_to_plan(target: Path, words: Sequence[str]) -> RunConfig:
-    """The config of a YAML file; of a model folder, its config.json alone, or a name on the hub, with defaults.
+    """The config of a YAML file or a run; of a model folder, a config.json alone, or a hub name, with defaults.
 
     Of a model on the hub only the config is fetched, and of data nothing.
     """
@@ -26,6 +26,8 @@ def config_to_plan(target: Path, words: Sequence[str]) -> RunConfig:
 
 
 def _config_of(target: Path, words: Sequence[str]) -> RunConfig:
+    if (target / "config.yaml").is_file():
+        return read_config(target / "config.yaml", words)
     model = target if target.is_dir() else target.parent if target.name == "config.json" else None
     if model is None and (target.suffix in YAML or hub_name(str(target)) is None):
         return read_config(target, words)

@@ -111,13 +111,24 @@ def _number(value: Any) -> Any:
 
 
 def _json_of(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+    """A JSON object of the run; None if it is not there, CheckpointError if it is something else."""
+    if not path.is_file():
+        return None
+    try:
+        members = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); put it back from a copy, or move it away") from error
+    if not isinstance(members, dict):
+        raise CheckpointError(f"{path} is damaged (no JSON object); put it back from a copy, or move it away")
+    return members
 
 
 def _checkpoints_of(path: Path) -> tuple[Checkpointed, ...]:
     found = []
     for manifest in path.glob("checkpoints/step-*/manifest.json"):
-        members = json.loads(manifest.read_text("utf-8"))
+        members = _json_of(manifest) or {}
+        if not members.keys() >= {"files", "step"}:
+            raise CheckpointError(f"{manifest} is damaged (it lists no files); move its folder out of the run")
         num_bytes = sum(size for blocks in members["files"].values() for size, _ in blocks)
         found.append(Checkpointed(members["step"], manifest.parent.relative_to(path), num_bytes))
     return tuple(sorted(found, key=lambda checkpoint: checkpoint.step))
