@@ -6,6 +6,8 @@ from tests.mutation.mutant import Mutant, of
 
 ENGINE = "tests/engine/test_identity.py -k smollm2-fp32"
 ATTENTION = "tests/models/test_attention.py"
+KEPT = "tests/models/test_kept_attention.py"
+PLACED = "tests/engine/test_identity.py -k (no_placement)and(gemma3)and(attention)"
 
 MUTANTS: tuple[Mutant, ...] = (
     *of(
@@ -97,5 +99,46 @@ MUTANTS: tuple[Mutant, ...] = (
         "models/grad.py",
         "tests/models/test_template.py",
         ("a view of a weight is found at its start", "offset = (start - first) // saved.element_size()", "offset = 0"),
+    ),
+    *of(
+        "models/attention.py",
+        KEPT,
+        (
+            "what is lent is computed again",
+            "if lent_out_1THE is not None and lent_lse_1HT is not None:",
+            "if False:",
+        ),
+    ),
+    *of(
+        "models/template.py",
+        KEPT,
+        ("what attention gave is left nowhere", "                place.copy_(tensor)", "                pass"),
+    ),
+    *of(
+        "models/grad.py",
+        KEPT,
+        (
+            "the recomputation is lent nothing",
+            "template.apply_block(index, leaves, source, calls, attended)",
+            "template.apply_block(index, leaves, source, calls)",
+        ),
+    ),
+    *of(
+        "models/template.py",
+        PLACED,
+        (
+            "what was lent is lent to the next layer too",
+            "exchange.lent = lent\n",
+            "exchange.lent = lent or exchange.lent\n",
+        ),
+    ),
+    *of(
+        "engine/handlers.py",
+        PLACED,
+        (
+            "what attention gave of the first micro-batch for all",
+            "self.places.attended(place) for place",
+            "self.places.attended(place._replace(micro_batch=0)) for place",
+        ),
     ),
 )
