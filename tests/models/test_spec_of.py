@@ -174,21 +174,29 @@ def test_attention_shapes_are_what_the_layers_ask_for(case: str, monkeypatch: py
     template = ModelTemplate(tiny_config(case), torch.device("cpu"), torch.float32)
     homes = Homes(template, tiny_masters(template.spec), "fp32")
     seen: list[tuple[int, int, int, int]] = []
+    given: list[attention.Attended] = []
 
     def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: object, **settings: Any) -> object:
         seen.append((q.shape[1], q.shape[3], v.shape[3], settings["window"]))
-        return attention_operator(q, k, v, *args, **settings)
+        given.append(attention_operator(q, k, v, *args, **settings))
+        return given[-1]
 
     attention_operator = attention.attention
     monkeypatch.setattr(attention, "attention", noted)
-    h, calls = template.embed(homes.own("EMBED"), tiny_batch([20]))
+    h, calls = template.embed(homes.own("EMBED"), tiny_batch([12, 8]))
     for index, (block, shape) in enumerate(zip(template.spec.blocks, template.spec.attention, strict=True)):
         seen.clear()
+        given.clear()
         template.block(index, homes.fetch(block.name, 0), h, calls)
+        num_visits = 2 if shape.num_calls is None else 1  # of the attention: one a document, or one for all
+        assert len(given) == (0 if shape.num_heads == 0 else shape.num_calls or num_visits)
+        if shape.can_be_kept:
+            out_1THE, lse_1HT = given[0]
+            assert (out_1THE[0, 0].numel(), lse_1HT[0, :, 0].numel()) == shape.kept_elements
         if shape.num_heads == 0:
             assert seen == []
         else:
-            assert sum(heads for heads, *_ in seen) == shape.num_heads
+            assert sum(heads for heads, *_ in seen) == num_visits * shape.num_heads
             assert {call[1:] for call in seen} == {(shape.head_size, shape.value_size, shape.window_tokens or 0)}
 
 
