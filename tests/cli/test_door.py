@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatrain.cli import shortage, training
+from megatrain.cli import assemble, shortage, training
 from megatrain.cli.main import main
+from megatrain.hardware import Machine
+from megatrain.hardware.probe import probe
 from tests.conftest import write_rows
 
 SHORT = ("max_steps=2", "eval_steps=null")
@@ -353,9 +355,36 @@ def test_a_full_disk_and_no_memory_anywhere_are_sentences(capsys: Captured, monk
     monkeypatch.setattr("megatrain.cli.main.app", running_out(OSError(28, "No space left on device", "/x")))
     assert megatrain("plan", "my.yaml") == 2
     assert "No space left on device: '/x'; free disk space" in sentence(capsys)
+    for number, remedy in (
+        (13, "check that you may read and write there"),
+        (5, "check that the file is there and may be"),
+    ):
+        monkeypatch.setattr("megatrain.cli.main.app", running_out(OSError(number, "it failed", "/x")))
+        assert megatrain("plan", "my.yaml") == 2
+        error = sentence(capsys)
+        assert error.startswith(f"megatrain: it failed: '/x'; {remedy}")
+        assert "disk space" not in error
     monkeypatch.setattr("megatrain.cli.main.app", running_out(MemoryError()))
     assert megatrain("plan", "my.yaml") == 2
     assert "host memory ran out" in sentence(capsys)
+
+
+def test_a_copied_run_is_read_where_it_is_now(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first place may be another user's, or on a disk that is not there."""
+    assert megatrain("train", run_config, *SHORT) == 0
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    asked = []
+
+    def probed(device: str, out: Path, ram_bytes: int) -> Machine:
+        asked.append(out)
+        return probe(device, out, ram_bytes)
+
+    monkeypatch.setattr(assemble, "probe", probed)
+    for words in (("eval",), ("export", tmp_path / "out"), ("chat", "--prompt", "a", "--max-tokens", "1")):
+        assert megatrain(words[0], tmp_path / "copy", *words[1:]) == 0
+        assert set(asked) == {tmp_path / "copy"}
 
 
 def test_a_quantized_model_is_refused_by_name(run_config: Path, base: Path, capsys: Captured) -> None:
@@ -396,6 +425,8 @@ def test_checkpoints_that_are_there_are_not_asked_for_again(
 OFFLINE = """
 import socket, sys
 from megatrain.cli.main import main
+from megatrain.hardware import Machine
+from megatrain.hardware.probe import probe
 server = socket.create_server(("127.0.0.1", 0))
 socket.create_connection(server.getsockname()).close()
 sys.argv = ["megatrain", *sys.argv[1:]]

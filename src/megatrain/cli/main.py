@@ -7,6 +7,7 @@ signal: a run that has begun saved everything, one that has not left nothing beh
 # ruff: noqa: PLC0415 - a verb imports its room when it is called
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -347,6 +348,18 @@ def _refuse_keys_as_options(words: list[str]) -> None:
             raise ConfigError(f"{name} is no option; keys are given as KEY=VALUE, without dashes: {key}={value or '…'}")
 
 
+def _of_system(error: OSError) -> str:
+    """What the system refused, of which file, and what to do about it."""
+    what = str(error) if error.strerror is None else error.strerror
+    if error.filename is not None:
+        what += f": {str(error.filename)!r}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}; free disk space"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{what}; check that you may read and write there"
+    return f"{what}; check that the file is there and may be read and written"
+
+
 def _fail(message: str, code: int) -> Never:
     print(f"megatrain: {message}", file=sys.stderr)
     sys.exit(code)
@@ -369,7 +382,7 @@ def main() -> None:
     except MemoryError as error:
         _fail(f"host memory ran out ({error}); end other programs, or raise the memory limit of the container", 2)
     except OSError as error:
-        _fail(f"{error}; free disk space, or check that the file may be read and written", 2)
+        _fail(_of_system(error), 2)
     except Stopped as stopped:
         number = signal.Signals(stopped.args[0])
         _fail(f"stopped by {number.name}", 128 + number)

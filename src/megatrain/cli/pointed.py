@@ -105,7 +105,7 @@ def config_of(path: Path, words: Sequence[str], heeded: Collection[str] = RunCon
     refuse_unheeded(words, heeded, f"leave it out; heeded are {', '.join(sorted(heeded))}")
     given = keys_of(words)
     if is_run(path):
-        config = read_config(path / "config.yaml", words)
+        config = run_config(path, words)
         if config.device != "cpu":
             return config
         asked = {key: value for key, value in config if key in given}  # what was asked for stays a wish

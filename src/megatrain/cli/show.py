@@ -46,7 +46,7 @@ def machine_line(machine: Machine) -> str:
 def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
     """The model, the choices, the memory table and the verdict."""
     resident = sum(block.state == "hbm" for block in plan.blocks)
-    kept = sum(block.activations == "keep" for block in plan.blocks)
+    kept, attention = (sum(block.activations == way for block in plan.blocks) for way in ("keep", "keep_attention"))
     streaming, ties = len(plan.blocks) - resident, "tied" if spec.tied else "untied"
     model = f"{spec.architecture}, {spec.num_parameters:,} parameters, {len(plan.blocks)} blocks, {ties} embeddings"
     blocks = f"{streaming} blocks stream through {plan.weight_slots} slots, {resident} stay in HBM"
@@ -57,7 +57,7 @@ def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
         blocks += f", {on_disk} segments live on disk"
     return [
         f"model: {model}",
-        f"plan: {blocks}; {kept} keep their activations; rounds of {plan.round_micro_batches} micro-batches",
+        f"plan: {blocks}; {kept} keep their activations, {attention} their attention; rounds of {plan.round_micro_batches} micro-batches",
         *table.lines(),
         f"verdict: {table.overall}",
     ]

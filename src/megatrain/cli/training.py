@@ -106,8 +106,10 @@ def source_of(config: RunConfig) -> Path:
 def work_of(run: Planned) -> Work:
     """What a step's arithmetic is counted from, with the peak of this machine, measured now."""
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
-    recomputed = tuple(block.activations == "recompute" for block in run.plan.blocks)
-    return Work(run.spec, recomputed, matmul_flops_per_s(run.device, dtype))
+    ways = [block.activations for block in run.plan.blocks]
+    attention_kept = frozenset(index for index, way in enumerate(ways) if way == "keep_attention")
+    recomputed = tuple(way != "keep" for way in ways)
+    return Work(run.spec, recomputed, matmul_flops_per_s(run.device, dtype), attention_kept)
 
 
 def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], metrics: Metrics) -> None:
