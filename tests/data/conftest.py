@@ -36,5 +36,6 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(request: Request) -> Iterator[Batch]:
         texts = Texts(request.template, assistant_only_loss=request.assistant_only_loss,
                       train_roles=request.train_roles)
-        return read_texts(request, texts)
+        batches = list(read_texts(request, texts))      # here and now: signals are for the main thread
+        return (batch for batch in batches)
     monkeypatch.setattr(import_module("megatrain.data.prepare"), "texts_from_process", read)

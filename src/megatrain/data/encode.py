@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,8 +49,8 @@ class Encoder:
         self._eos_id: int | None = tokenizer.eos_token_id
         self._adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._token_bytes = TokenBytes(self._backend)
-        probe = self._backend.encode(PROBE, add_special_tokens=False)
-        self._is_byte_level = self._token_bytes.bounds(PROBE, probe.ids, np.array(probe.ids, np.uint32)) is not None
+        probe = np.array(self._backend.encode(PROBE, add_special_tokens=False).ids, np.int64)
+        self._is_byte_level = self._token_bytes.bounds([PROBE], probe, np.array([len(probe)])) is not None
 
     def encode(self, texts: Sequence[Text]) -> list[Encoded | BadSample]:
         """One result a text, in order."""
@@ -103,15 +103,24 @@ class Encoder:
                 yield _by_offsets(encoding, its_edges)
             return
         # Without offsets the library needs a quarter less time, and where tokens are bytes their lengths say the same.
-        for encoding, text, its_edges in zip(self._backend.encode_batch_fast(texts, add_special_tokens=False), texts,
-                                             edges, strict=True):
-            listed = encoding.ids
-            ids = np.array(listed, np.uint32)
-            bounds = self._token_bytes.bounds(text, listed, ids)
-            if bounds is None:
-                yield _by_offsets(self._backend.encode(text, add_special_tokens=False), its_edges)
-            else:
-                yield ids, _mask(*bounds, _in_bytes(text, its_edges))
+        listed = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        yield from self._by_bytes(texts, listed, edges)
+
+    def _by_bytes(self, texts: list[str], listed: list[list[int]],
+                  edges: Sequence[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ids and flags of all texts at once, by the bytes of their tokens; where those do not spell the texts, of each
+        alone, and by the library's offsets for a text that they do not spell."""
+        ids = np.array(list(chain.from_iterable(listed)), np.uint32)
+        stops = np.cumsum([len(one) for one in listed], dtype=np.int64)
+        bounds = self._token_bytes.bounds(texts, ids, stops)
+        if bounds is not None:
+            trained = _mask(*bounds, _edges_in_bytes(texts, edges))
+            yield from ((ids[a:b], trained[a:b]) for a, b in pairwise([0, *stops.tolist()]))
+        elif len(texts) == 1:
+            yield _by_offsets(self._backend.encode(texts[0], add_special_tokens=False), edges[0])
+        else:
+            for text, one, its_edges in zip(texts, listed, edges, strict=True):
+                yield from self._by_bytes([text], [one], [its_edges])
 
     def _finished(self, is_completion: bool, ids: np.ndarray, trained: np.ndarray) -> Encoded:
         if is_completion:
@@ -140,21 +149,23 @@ class TokenBytes:
 
     def __init__(self, backend: Tokenizer) -> None:
         vocabulary = backend.get_vocab()
-        self._bytes = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        spelt = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for token, token_id in vocabulary.items():
-            self._bytes[token_id] = token.translate(BYTE_OF_LETTER).encode("latin-1", "replace")
+            spelt[token_id] = token.translate(BYTE_OF_LETTER).encode("latin-1", "replace")
         for token_id, added in backend.get_added_tokens_decoder().items():
-            self._bytes[token_id] = added.content.encode()
-        self._lengths = np.fromiter(map(len, self._bytes), np.int64, len(self._bytes))
+            spelt[token_id] = added.content.encode()
+        self._bytes = np.array(spelt, object)       # an array of them is read twice as fast as a list
+        self._lengths = np.fromiter(map(len, spelt), np.int64, len(spelt))
 
-    def bounds(self, text: str, listed: list[int], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Where each token starts and ends, in bytes of the text; None where they do not spell it byte by byte.
-        `listed` and `ids` are the same tokens."""
-        if b"".join(map(self._bytes.__getitem__, listed)) != text.encode():
+    def bounds(self, texts: Sequence[str], ids: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Where each token starts and ends, in bytes of all texts one behind another; None where the tokens of a text,
+        which end at its `stops` among `ids`, do not spell it byte by byte."""
+        if b"".join(self._bytes[ids].tolist()) != "".join(texts).encode():
             return None
         lengths = self._lengths[ids]
         ends = lengths.cumsum()
-        return ends - lengths, ends
+        num_bytes = np.cumsum([_num_bytes(text) for text in texts], dtype=np.int64)
+        return (ends - lengths, ends) if np.array_equal(np.append(0, ends)[stops], num_bytes) else None
 
 
 def _letters_of_bytes() -> dict[int, int]:
@@ -167,11 +178,22 @@ def _letters_of_bytes() -> dict[int, int]:
 BYTE_OF_LETTER = _letters_of_bytes()
 
 
-def _in_bytes(text: str, edges: list[int]) -> list[int]:
-    """Places among characters as places among UTF-8 bytes; both ascend."""
-    if text.isascii():
-        return edges
-    return np.cumsum([len(text[a:b].encode()) for a, b in pairwise([0, *edges])]).tolist()
+def _edges_in_bytes(texts: Sequence[str], edges: Sequence[list[int]]) -> list[int]:
+    """Places among the characters of each text as places among the UTF-8 bytes of all texts one behind another; they
+    ascend. Those behind the end of a text that was cut are its end."""
+    found: list[int] = []
+    start = 0
+    for text, its_edges in zip(texts, edges, strict=True):
+        if text.isascii():
+            found += [start + min(edge, len(text)) for edge in its_edges]
+        else:
+            found += (start + np.cumsum([_num_bytes(text[a:b]) for a, b in pairwise([0, *its_edges])])).tolist()
+        start += _num_bytes(text)
+    return found
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _by_offsets(encoding: Encoding, edges: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -200,7 +200,7 @@ def _parsed(text: str) -> Any:
 def _message(message: Any) -> dict[str, Any]:
     """One message with all its own fields kept; absent ones (None) dropped, text parts joined, call arguments
     given as JSON text made objects (templates write them out as JSON themselves)."""
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict):
         raise BadSample("a message is not an object")
     if not isinstance(message.get("role"), str):
         raise BadSample("a message has no role")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from importlib import metadata
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,8 +94,6 @@ class _Account:
 
 
 def _write(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: tuple[Path, ...], key: str) -> None:
-    encoder = Encoder(tokenizer, max_length=options.max_length, truncation=options.truncation,
-                      assistant_only_loss=options.assistant_only_loss)
     names = list(dict.fromkeys(map(str, files)))
     request = Request(tuple(map(str, files)), options.format, options.assistant_only_loss, options.train_roles,
                       source_of(tokenizer))
@@ -103,7 +102,10 @@ def _write(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: tupl
         account = _Account(writer, names)
         row_format, warnings = None, ()
         with closing(texts_from_process(request)) as batches, ThreadPoolExecutor(ENCODING_THREADS) as pool:
-            for batch, results in _encoded(batches, encoder, pool):
+            first = pool.submit(list, islice(batches, 1))       # the process starts while the tokenizer is looked at
+            encoder = Encoder(tokenizer, max_length=options.max_length, truncation=options.truncation,
+                              assistant_only_loss=options.assistant_only_loss)
+            for batch, results in _encoded(chain(first.result(), batches), encoder, pool):
                 row_format, warnings = batch.format, batch.warnings
                 _take(batch, results, writer, account)
         report = _report(options, row_format, writer, account, (*warnings, *_endless(row_format, tokenizer)))

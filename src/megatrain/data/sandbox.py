@@ -7,14 +7,14 @@ memory and length. The date it may ask for is pinned: the same data give the sam
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
-from pathlib import Path
+from functools import cache, cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,9 +42,10 @@ SPARE_CHARS = 1 << 20       # a text may be this much longer…
 GROWTH = 64                 # …than this many times what it is made of (tool lists are written out once a turn)
 FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")       # names of one thing in different data sets
+REASONING = frozenset(REASONING_FIELDS)
 METHODS_OF_DICT = frozenset(dir(dict))
 LOOP_VARIABLES = frozenset({"first", "last", "index", "index0", "previtem", "nextitem"})
-STATM = Path("/proc/self/statm")
+PAGE_BYTES = resource.getpagesize()
 
 
 class Span(NamedTuple):
@@ -92,9 +93,13 @@ def source_of(tokenizer: PreTrainedTokenizerBase) -> TemplateSource | None:
 
 
 class Sandbox:
-    """One template, compiled at its first use, within the limits of a rendering."""
+    """One template, compiled at its first use, within the limits of a rendering.
+
+    It takes the process's SIGALRM, for good: a change of handler for every row took as long as the row's rendering.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        signal.signal(signal.SIGALRM, _on_alarm)
         self._source = source
         self._variables = variables
         self._environment = _Environment(
@@ -115,14 +120,16 @@ class Sandbox:
         num_chars = num_chars_in(messages) + num_chars_in(tools)
         limit_chars = SPARE_CHARS + GROWTH * num_chars
         blocks: list[str] = []
+        made_chars = 0
         with _limited(SPARE_BYTES + BYTES_PER_CHAR * num_chars):
             self._marks.begin()
             for block in self._template.generate(
                     messages=[_with_reasoning(m) for m in messages], tools=tools, documents=None,
                     add_generation_prompt=prompt, **self._variables):
                 blocks.append(block)
-                self._marks.num_chars += len(block)
-                if self._marks.num_chars > limit_chars:
+                made_chars += len(block)
+                self._marks.num_chars = made_chars
+                if made_chars > limit_chars:
                     raise BadSample(f"the chat template makes more than {limit_chars} characters of {num_chars}")
             return Rendered("".join(blocks), self._marks.found)
 
@@ -192,18 +199,28 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separat
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Reasoning under the names that templates read, whichever the row has."""
-    if message.keys().isdisjoint(REASONING_FIELDS):
+    if REASONING.isdisjoint(message):
         return message
     given = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
     return message if given is None else {"thinking": given, **message, "reasoning_content": given}
 
 
+def texts_in(value: Any) -> list[str]:
+    """All texts in a JSON value, the names of fields aside."""
+    texts: list[str] = []
+    waiting = [[value]]
+    for inner in waiting:       # it grows meanwhile
+        for one in inner.values() if isinstance(inner, dict) else inner:
+            if isinstance(one, str):
+                texts.append(one)
+            elif isinstance(one, (dict, list)):
+                waiting.append(one)
+    return texts
+
+
 def num_chars_in(value: Any) -> int:
     """Characters of all texts in a JSON value."""
-    if isinstance(value, str):
-        return len(value)
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(len(one) if isinstance(one, str) else num_chars_in(one) for one in inner)
+    return sum(map(len, texts_in(value)))
 
 
 @contextmanager
@@ -212,9 +229,10 @@ def _limited(spare_bytes: int) -> Iterator[None]:
     address space. For the main thread: an interval timer stops Python code that does not cooperate, and the limit on
     memory counts for the whole process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    now_bytes = int(STATM.read_bytes().split(maxsplit=1)[0]) * resource.getpagesize()
-    limit = min([now_bytes + spare_bytes, *(given for given in (soft, hard) if given != resource.RLIM_INFINITY)])
-    previous = signal.signal(signal.SIGALRM, _on_alarm)
+    limit = int(os.pread(_statm(), 32, 0).split(maxsplit=1)[0]) * PAGE_BYTES + spare_bytes
+    for given in (soft, hard):
+        if given != resource.RLIM_INFINITY:
+            limit = min(limit, given)
     signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
@@ -228,7 +246,12 @@ def _limited(spare_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, previous)
+
+
+@cache
+def _statm() -> int:
+    """This process's account of its memory, open: opening it for every row took as long as the row's rendering."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _on_alarm(_number: int, _frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from megatrain.data.formats import BadSample, Chat
-from megatrain.data.sandbox import Messages, Rendered, Sandbox, Span, TemplateSource, TemplateTimeout
+from megatrain.data.sandbox import Messages, Rendered, Sandbox, Span, TemplateSource, TemplateTimeout, texts_in
 from megatrain.errors import DataError
 
 ASSISTANT = "assistant"
@@ -96,9 +96,10 @@ class ChatTemplate:
             turns = [i for i, m in enumerate(chat.messages) if m["role"] == ASSISTANT]
             spans = self._scan(chat, full, len(turns)) or self._prefix_difference(chat, full, turns)
             found = dict(zip(turns, spans, strict=True))
-        for i, message in enumerate(chat.messages):
-            if message["role"] in roles - {ASSISTANT} and message["content"].strip():
-                found[i] = self._spoken(chat, full, i)
+        if others := roles - {ASSISTANT}:
+            for i, message in enumerate(chat.messages):
+                if message["role"] in others and message["content"].strip():
+                    found[i] = self._spoken(chat, full, i)
         return [found[i] for i in sorted(found) if _is_trained(chat, i)]
 
     def _spoken(self, chat: Chat, full: str, turn: int) -> Span:
@@ -165,7 +166,7 @@ class ChatTemplate:
         """
         if not self.header or not self.ends or full.count(self.header) != num_turns:
             return None
-        spoken = "\0".join(_texts_in(chat.messages, []))
+        spoken = "\0".join(texts_in(chat.messages))
         if any(spelt in spoken for spelt in (self.header.strip(), *self.ends)):
             return None
         spans, at = [], 0
@@ -232,16 +233,6 @@ def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_trained(chat: Chat, turn: int) -> bool:
     return turn >= chat.first_trained and chat.messages[turn].get("weight", 1) != 0
-
-
-def _texts_in(value: Any, found: list[str]) -> list[str]:
-    """`found` with all texts inside a JSON object or list behind."""
-    for inner in value.values() if isinstance(value, dict) else value:
-        if isinstance(inner, str):
-            found.append(inner)
-        elif isinstance(inner, (dict, list)):
-            _texts_in(inner, found)
-    return found
 
 
 def _common_length(a: str, b: str) -> int:
