@@ -181,6 +181,8 @@ def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
     tokens = int(message.split("micro_batch_tokens: ")[1].split(",")[0].split(" ")[0])
     fitting = config.model_copy(update={"micro_batch_tokens": tokens, "loss_chunk_tokens": min(2048, tokens)})
     assert plan_run(spec, fitting, small)[1].overall != "NO"
+    larger = config.model_copy(update={"micro_batch_tokens": 2 * tokens, "loss_chunk_tokens": min(2048, 2 * tokens)})
+    assert plan_run(spec, larger, small)[1].overall == "NO", "the nearest change, no further one"
 
 
 def test_all_that_is_free_is_no_budget_to_raise() -> None:
