@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class Run:
     peak_ram_bytes: int
     peak_hbm_bytes: int  # as the driver counts
     peak_allocated_bytes: int  # of torch's pool
-    working_bytes: dict[str, int]  # kind of op -> what it had allocated at its peak, beyond what was there before it
+    working_bytes: dict[str, tuple[int, int]]  # kind of op -> at its peak, and at its end, beyond what was there before
 
 
 @contextmanager
@@ -159,18 +158,22 @@ def peak_allocated_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def working_bytes(engine: Engine, step: Callable[[], None]) -> dict[str, int]:
-    """Kind of op -> the most that an op of it had allocated beyond what was there before it; of one more step."""
+def working_bytes(engine: Engine, step: Callable[[], None]) -> dict[str, tuple[int, int]]:
+    """Kind of op -> the most that an op of it had allocated beyond what was there before it, at its peak and at its end
+    (a FORWARD that keeps: what it keeps); of one more step."""
     if not torch.cuda.is_available():
         return {}
-    table, most = engine._handlers.table, Counter[str]()  # the pool counts when an op is issued: no wait is needed
+    table = engine._handlers.table  # the pool counts when an op is issued: no wait is needed
+    most: dict[str, tuple[int, int]] = {}
 
     def watched(kind: Kind, handler: Callable[[Op], object]) -> Callable[[Op], object]:
         def handle(op: Op) -> object:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             result = handler(op)
-            most[str(kind)] = max(most[str(kind)], torch.cuda.max_memory_allocated() - before)
+            seen = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+            peak, left = most.get(str(kind), (0, 0))
+            most[str(kind)] = max(peak, seen[0]), max(left, seen[1])
             return result
 
         return handle
@@ -182,7 +185,7 @@ def working_bytes(engine: Engine, step: Callable[[], None]) -> dict[str, int]:
         step()
     finally:
         table.update(plain)
-    return dict(most)
+    return most
 
 
 def batches_of(run: Planned) -> list[TokenBatch]:

@@ -4,6 +4,9 @@ Every setting of bench/plan_settings.py is planned with the rates of this machin
 else the shipped machine with such a GPU), set up as `megatrain train` would, on random weights and tokens, and timed
 after one warm-up of the whole run. One JSON line a setting is appended to bench/results/<machine>.jsonl: seconds and
 peak bytes, predicted and measured, and what the peaks are made of. A setting that fails is recorded with its reason.
+What the constants of the account (planner/sizes.py) are to be stands in those lines: CONTEXT_HBM_BYTES is the largest
+outside_pool_bytes and unused_pool_bytes, PROGRAM_RAM_BYTES is program_ram_bytes, and working_bytes (kind of op: at its
+peak, left at its end) stand beside predicted_working_bytes.
   --plan-only          plan for a described machine (--machine h200-125gb) and run nothing
 """
 
@@ -78,6 +81,7 @@ def chosen(run: Planned, price: Price) -> dict[str, object]:
         "predicted_working_bytes": {
             "BACKWARD": sizes.block_working_bytes(run.question.shapes),
             "HEAD": sizes.head_working_bytes(run.question.shapes),
+            "kept by a FORWARD": max(run.question.shapes.saved_bytes.values()),
         },
     }  # fmt: skip
 

@@ -296,6 +296,47 @@ def test_the_rest_of_the_price_is_arithmetic(case: Case, shown: dict[str, Any]) 
     assert price["checkpoints"] == (0 if "save_strategy=no" in case.words else 3)
 
 
+def test_the_step_is_its_critical_path_which_no_lane_makes_longer_than_its_work(
+    case: Case, shown: dict[str, Any]
+) -> None:
+    """The chain of ops that `plan` prints: all of the step, link by link no more than the lane has to do."""
+    price, work = shown["price"], work_of(case, shown)
+    between_s = json.loads((FOLDER / f"{case.machine}.json").read_text())["rates"]["step_s"]
+    assert price["step_s"] == pytest.approx(sum(price["critical_path_s"].values()) + between_s, rel=PER_CENT)
+    lanes: dict[str, float] = {}
+    for part, seconds in price["critical_path_s"].items():
+        lane, _ = part.split()
+        lanes[lane] = lanes.get(lane, 0.0) + seconds
+        assert seconds <= price["lanes_s"][lane] * (1 + PER_CENT), part
+    assert lanes["compute"] <= work["compute"] * (1 + PER_CENT)
+    longest = max(lanes, key=lanes.__getitem__)
+    assert price["bound_share"] == pytest.approx(lanes[longest] / sum(lanes.values()), rel=PER_CENT)
+    assert price["bound"] == {"compute": "the device's arithmetic", "disk": "writing to the disk"}[longest]
+
+
+def test_no_number_of_the_table_is_left_out(case: Case, shown: dict[str, Any]) -> None:
+    """A number that is added to `plan --json` needs a test above, and a word here."""
+    worked_out = {"step_s", "work_s", "lanes_s", "bound", "bound_share", "critical_path_s", "step_tokens", "run_s",
+                  "tokens_per_s", "model_flops", "checkpoint_bytes", "checkpoints", "step_written_bytes",
+                  "run_written_bytes"}  # fmt: skip
+    price = shown["price"]
+    rest = {key: value for key, value in price.items() if key not in worked_out}
+    day_s = 86400
+    assert rest == {
+        "rates": "described",
+        "num_steps": 1000,
+        "day_written_bytes": pytest.approx(price["step_written_bytes"] / price["step_s"] * day_s),
+        "disk_tbw_bytes": None,
+    }
+    known = {"verdict", "num_parameters", "architecture", "memory", "totals", "budgets", "peak_phase", "plan",
+             "machine", "described", "rates", "price", "misfit"}  # fmt: skip
+    assert set(shown) - {"places", "M"} == known
+    working = next(row["component"] for row in shown["memory"] if row["component"].startswith("working memory"))
+    assert working == f"working memory ({shown['peak_phase']})"
+    machine = json.loads((FOLDER / f"{case.machine}.json").read_text())
+    assert shown["machine"] == machine["machine"]
+
+
 @pytest.mark.slow
 def test_the_page_is_what_the_program_prints() -> None:
     assert planning.page() == planning.PAGE.read_text("utf-8"), "run: python -m bench planning --write"
