@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -36,10 +35,10 @@ from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
-from megatrain.schedule.plan import Plan, SegmentPlan
+from megatrain.schedule.plan import Activations, Plan, SegmentPlan
 from megatrain.store.store import SegmentStore
 
-PLACES = ("resident", "device_update", "offload", "state_disk", "weights_disk")
+PLACES = ("resident", "device_update", "offload", "keep_attention", "state_disk", "weights_disk")
 HYPER = AdamW(learning_rate=1e-5, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
 
 
@@ -102,14 +101,16 @@ def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: 
     """The placement asked for by `placed` (segments whose state is in HBM, or updated there), --keep and --slots."""
     resident = set(args.resident.split(",")) - {""}
     streamed = set(args.device_update.split(",")) - {""}
-    offloaded = set(args.offload.split(",")) - {""}
+    offloaded, attention_kept = (set(names.split(",")) - {""} for names in (args.offload, args.keep_attention))
     state_disk, weights_disk = (set(names.split(",")) - {""} for names in (args.state_disk, args.weights_disk))
     spec = template.spec
     everything = "all" in resident
 
-    def activations_of(name: str) -> Literal["keep", "offload", "recompute"]:
+    def activations_of(name: str) -> Activations:
         if args.keep:
             return "keep"
+        if attention_kept & {name, "all"}:
+            return "keep_attention"
         return "offload" if offloaded & {name, "all"} else "recompute"
 
     segments = []
@@ -233,6 +234,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default="megatrain,pytorch-hbm",
         help="megatrain may say where state goes: megatrain/resident=EMBED+L000-L003 (or all): its home is HBM; "
         "megatrain/device_update=EMBED: home in RAM, updated on the GPU; megatrain/offload=all: block inputs in RAM; "
+        "megatrain/keep_attention=L004-L007 (or all): what attention gives is kept, not computed again; "
         "megatrain/state_disk=L010-L031/weights_disk=L020-L031 (or all): home on disk",
     )
     parser.add_argument("--disk-slots", type=int, default=3, help="landing slots of what lives on disk")
@@ -297,7 +299,9 @@ def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, 
     step_s = statistics.median(timing.steps_s)
     keep = args.keep or system.endswith("keep")
     documents = [args.seq] * (args.tokens // args.seq)
-    hardware = hardware_flops(spec, documents, 0, [not keep] * len(spec.blocks))
+    names = set(args.keep_attention.split(","))
+    attention_kept = [i for i, block in enumerate(spec.blocks) if names & {block.name, "all"}]
+    hardware = hardware_flops(spec, documents, 0, [not keep] * len(spec.blocks), attention_kept)
     result = {
         "system": system, "model": args.model, "layers": len(spec.blocks),
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
@@ -306,6 +310,7 @@ def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, 
         "resident": args.resident,
         "device_update": args.device_update, "state_disk": args.state_disk, "weights_disk": args.weights_disk,
         "activations": "keep" if keep else "recompute", "offload": args.offload,
+        "keep_attention": args.keep_attention,
         "precision": args.precision, "deterministic": True, "aliased": False,
         "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),
         "tokens_per_s": args.tokens / step_s, "model_tflops": train_flops(spec, documents) / step_s / 1e12,

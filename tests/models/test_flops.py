@@ -34,6 +34,8 @@ def test_totals() -> None:
     assert train_flops(spec, [10, 2]) == 6 * spec.active_parameters * 12 + 3 * attention
     assert hardware_flops(spec, [10, 2], 0, [False] * 3) == train_flops(spec, [10, 2])
     block = sum(t.num_elements for t in spec.blocks[1].tensors)
+    with_attention, without = (hardware_flops(spec, [10, 2], 0, [True] * 3, kept) for kept in ((), (0, 2)))
+    assert with_attention - without == 2 * attention // 3
     assert hardware_flops(spec, [10, 2], 4, [False, True, False]) == (
         6 * spec.active_parameters * 16 + 3 * attention + 2 * block * 16 + attention // 3
     )

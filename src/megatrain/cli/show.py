@@ -55,9 +55,10 @@ def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
     on_disk = sum(segment.state_on_disk or segment.weights_on_disk for segment in plan.segments)
     if on_disk:
         blocks += f", {on_disk} segments live on disk"
+    keeping = f"{kept} keep their activations, {attention} their attention"
     return [
         f"model: {model}",
-        f"plan: {blocks}; {kept} keep their activations, {attention} their attention; rounds of {plan.round_micro_batches} micro-batches",
+        f"plan: {blocks}; {keeping}; rounds of {plan.round_micro_batches} micro-batches",
         *table.lines(),
         f"verdict: {table.overall}",
     ]

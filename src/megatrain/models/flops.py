@@ -7,7 +7,7 @@ Padding and recomputation are not useful; `hardware_flops` has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatrain.models.spec import ModelSpec
 
@@ -48,11 +48,16 @@ def train_flops(spec: ModelSpec, document_lengths_tokens: Sequence[int]) -> int:
 
 
 def hardware_flops(
-    spec: ModelSpec, document_lengths_tokens: Sequence[int], padding_tokens: int, recomputed: Sequence[bool]
+    spec: ModelSpec,
+    document_lengths_tokens: Sequence[int],
+    padding_tokens: int,
+    recomputed: Sequence[bool],
+    attention_kept: Collection[int] = (),
 ) -> int:
     """Operations really done in a training step: with padding, and with a second forward of the blocks `recomputed`.
 
     `padding_tokens`: tokens of all padded tails; their attention, inside documents of their own, is left out.
+    `attention_kept`: blocks (from 0) whose second forward does not attend.
     """
     assert len(recomputed) == len(spec.blocks), f"{len(recomputed)} flags for {len(spec.blocks)} blocks"
     total = train_flops(spec, document_lengths_tokens) + 6 * spec.active_parameters * padding_tokens
@@ -60,7 +65,7 @@ def hardware_flops(
     for index, again in enumerate(recomputed):
         if again:
             total += 2 * block_parameters(spec, index) * num_tokens
-            total += attention_flops(spec, index, document_lengths_tokens)
+            total += 0 if index in attention_kept else attention_flops(spec, index, document_lengths_tokens)
     return total
 
 

@@ -36,13 +36,14 @@ class Work:
     spec: ModelSpec
     recomputed: tuple[bool, ...]  # one a block
     peak_flops_per_s: float | None
+    attention_kept: frozenset[int] = frozenset()  # blocks, from 0, whose recomputation does not attend
 
     def figures(self, batch: StepBatch, step_s: float) -> dict[str, float | None]:
         """model_tflops (per second, useful work only), and the shares of the peak that useful and all work reach."""
         lengths = document_lengths(batch)
         padding = sum(len(m.input_ids_T) - m.num_tokens for m in batch.micro_batches)
         useful = train_flops(self.spec, lengths) / step_s
-        done = hardware_flops(self.spec, lengths, padding, self.recomputed) / step_s
+        done = hardware_flops(self.spec, lengths, padding, self.recomputed, self.attention_kept) / step_s
         peak = self.peak_flops_per_s
         return {
             "model_tflops": round(useful / 1e12, 6),
