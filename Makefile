@@ -1,6 +1,6 @@
 # make demo        train a small real model on real conversations, from nothing, in a few minutes
 # make test        lint, types and the tests that need neither a GPU nor minutes
-# make test-full   every test this machine can run; on a GPU the GPU tests too
+# make test-full   every test this machine can run, on a GPU the GPU tests too; writes docs/test_full.md
 # make sanitize    the optimizer's tests over a C++ core built with address, undefined-behaviour and thread sanitizers (gcc)
 # make mutants     break the program in every way of a list, one at a time, and see the tests notice
 # make bench       measure the optimizer on this machine (BENCH="step --help": others); results go to bench/results
@@ -31,7 +31,7 @@ test: lint
 	$(BIN)/python -m pytest -q -m "not gpu and not slow$(if $(BROWSER),, and not browser)"
 
 test-full: lint
-	$(BIN)/python -m pytest -q -m "$$($(BIN)/python -c 'import torch; print("gpu or not gpu" if torch.cuda.is_available() else "not gpu")')"
+	$(BIN)/python -m tests.report_full
 
 # The core built with other flags, in build/$(1), and a test run that is sure to import it. Reports go to the terminal (-s).
 build_sanitized = $(PIP_INSTALL) --no-deps --upgrade --target build/$(1) -C build-dir=build/$(1)-objects \
