@@ -7,7 +7,8 @@ import pkgutil
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__main__", "results", "presets", "baseline", "trainer_figure", "plan_settings", "plan_run"}
+PARTS = {"placement", "plan_run", "plan_settings", "presets", "results", "trainer_figure", "baseline"}
+NOT_BENCHMARKS = {"__main__", *PARTS}
 
 
 def names() -> list[str]:

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from bench.placement import COUNTS, make_plan, placed
 from bench.presets import PRESETS
 from bench.results import RESULTS
-from bench.step import load_config, make_plan, parse, placed
+from bench.step import load_config, parse
 from megatrain.cli.assemble import planned
 from megatrain.cli.plan import text_lines
 from megatrain.cli.wanted import config_to_plan
@@ -49,9 +50,10 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
     """What the planner says of a measured setting; the command has what the line leaves out."""
     args = placed(parse(shlex.split(row["command"])[4:]), "")
     placement = {key: row[key] for key in vars(args) if isinstance(row.get(key), str) and key != "model"}
+    placement |= {key: row[key] for key in COUNTS if key in row}
     made = SimpleNamespace(**vars(args) | placement)
     spec = model_spec(load_config(made))  # type: ignore[arg-type]
-    plan = make_plan(SimpleNamespace(spec=spec), made, row["micro_batches"])  # type: ignore[arg-type]
+    plan = make_plan(spec, made, row["micro_batches"])  # type: ignore[arg-type]
     layouts = {segment.name: layout_of(segment) for segment in spec.segments}
     shapes = Shapes(spec, layouts, 2, made.micro_batch_tokens, made.loss_chunk, not made.eager, fused_loss=True)
     rates = read_machine("h200-125gb").rates

@@ -58,4 +58,10 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 1024, "tie_word_embeddings": True,
     },
+    "dense-20b": {  # no model of its own: layers of the shape of Mistral Small's and InternLM2's
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 6144, "intermediate_size": 16384,
+        "num_hidden_layers": 48, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """python -m bench step: seconds of a whole optimizer step, streamed by MegaTrain and plain PyTorch in HBM, in one run.
 
 Random weights, random tokens. Systems:
-  megatrain            this engine under --hbm, placed by the planner or by --place
+  megatrain            this engine, placed by hand or by the planner: see --systems
   pytorch-hbm          the same layer code, kernels and recompute, everything in HBM (on a CPU: in its memory)
   pytorch-hbm-keep     the same without recompute
 One JSON line a system is appended to bench/results/<machine>.jsonl.
@@ -14,7 +14,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,11 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from bench.baseline import PlainStep
+from bench.placement import COUNTS, PLACES, PLANNED, make_plan, placed, planned
 from bench.presets import PRESETS
 from bench.results import machine, record
 from megatrain.engine import Engine, Numerics
+from megatrain.engine.trace import Trace
 from megatrain.memory import cap_device_memory, peak_rss_bytes
 from megatrain.models.batch import TokenBatch
 from megatrain.models.determinism import repeat_bits
@@ -35,10 +37,9 @@ from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
-from megatrain.schedule.plan import Activations, Plan, SegmentPlan
+from megatrain.schedule import Lane
 from megatrain.store.store import SegmentStore
 
-PLACES = ("resident", "device_update", "offload", "keep_attention", "state_disk", "weights_disk")
 HYPER = AdamW(learning_rate=1e-5, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
 
 
@@ -97,47 +98,6 @@ def random_batches(vocab: int, tokens: int, sequence: int, count: int, device: t
     return batches
 
 
-def make_plan(template: ModelTemplate, args: argparse.Namespace, micro_batches: int) -> Plan:
-    """The placement asked for by `placed` (segments whose state is in HBM, or updated there), --keep and --slots."""
-    resident = set(args.resident.split(",")) - {""}
-    streamed = set(args.device_update.split(",")) - {""}
-    offloaded, attention_kept = (set(names.split(",")) - {""} for names in (args.offload, args.keep_attention))
-    state_disk, weights_disk = (set(names.split(",")) - {""} for names in (args.state_disk, args.weights_disk))
-    spec = template.spec
-    everything = "all" in resident
-
-    def activations_of(name: str) -> Activations:
-        if args.keep:
-            return "keep"
-        if attention_kept & {name, "all"}:
-            return "keep_attention"
-        return "offload" if offloaded & {name, "all"} else "recompute"
-
-    segments = []
-    for segment in spec.segments:
-        at_home = everything or segment.name in resident
-        own = at_home or segment.kind != "block" or segment.name in streamed
-        segments.append(
-            SegmentPlan(
-                name=segment.name,
-                kind=segment.kind,
-                trainable=True,
-                weights="own" if own else "pool",
-                grads="own" if own else "pool",
-                state="hbm" if at_home else "disk" if {segment.name, "all"} & state_disk else "ram",
-                weights_home="disk" if not at_home and {segment.name, "all"} & weights_disk else "ram",
-                activations=activations_of(segment.name) if segment.kind == "block" else "recompute",
-                update="device" if segment.name in streamed else "home",
-            )
-        )
-    rounds = args.round or micro_batches
-    disk_slots = args.disk_slots if state_disk or weights_disk else 0
-    return Plan(
-        tuple(segments), spec.tied, args.slots, args.grad_slots, rounds, disk_slots=disk_slots,
-        act_slots=2 if offloaded else 0,
-    )  # fmt: skip
-
-
 def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch]) -> Timing:
     """The engine over random weights."""
     device, dtype = torch.device(args.device), compute_dtype(args)
@@ -146,7 +106,7 @@ def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: S
     template = ModelTemplate(config, device, dtype)
     if not args.eager:
         template.compile_blocks()
-    plan = make_plan(template, args, len(batches))
+    plan = make_plan(template.spec, args, len(batches))
     layouts = [layout_of(segment) for segment in template.spec.segments]
     before = time.perf_counter()
     store = SegmentStore(layouts, args.precision, plan, device, Path(args.scratch))
@@ -157,7 +117,8 @@ def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: S
     supervised = int(sum((b.labels_T != -100).sum().item() for b in batches))
 
     def step() -> dict[str, float]:
-        return engine.train_step(batches, supervised, HYPER).lanes_s
+        lanes_s = engine.train_step(batches, supervised, HYPER).lanes_s
+        return lanes_s | {"either disk lane": either_s(engine.trace)}
 
     timing = measure(step, args.warm, args.steps)
     if args.trace and engine.trace is not None:
@@ -165,6 +126,16 @@ def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: S
     engine.close()
     store.close()
     return timing
+
+
+def either_s(trace: Trace | None) -> float:
+    """Seconds in which the disk was read, written or both: it is one device."""
+    rows = sorted(times for op, *times in trace.timed() if op.lane in (Lane.DISK, Lane.DISK_READ)) if trace else []
+    busy_s, until_s = 0.0, 0.0
+    for start_s, end_s in rows:
+        busy_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return busy_s
 
 
 def randomise(store: SegmentStore, device: torch.device) -> None:
@@ -224,6 +195,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--loss-chunk", type=int, default=2048)
     parser.add_argument("--hbm-gib", type=float, default=0.0, help="hard cap of the process; 0: none")
+    parser.add_argument("--ram-gib", type=float, default=0.0, help="the planner's budget; 0: what is free")
+    parser.add_argument("--disk-gib", type=float, default=0.0, help="the planner's budget; 0: what is free")
+    parser.add_argument("--machine", default="", help="plan with the rates and sizes of a described machine")
+    parser.add_argument(
+        "--clip-mode", default="deferred", choices=["deferred", "two-pass"],
+        help="two-pass: gradients have no home and are computed twice; a planned system may take it on its own",
+    )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--grad-slots", type=int, default=2)
@@ -235,7 +213,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="megatrain may say where state goes: megatrain/resident=EMBED+L000-L003 (or all): its home is HBM; "
         "megatrain/device_update=EMBED: home in RAM, updated on the GPU; megatrain/offload=all: block inputs in RAM; "
         "megatrain/keep_attention=L004-L007 (or all): what attention gives is kept, not computed again; "
-        "megatrain/state_disk=L010-L031/weights_disk=L020-L031 (or all): home on disk",
+        "megatrain/state_disk=L010-L031/weights_disk=L020-L031 (or all): home on disk; "
+        "megatrain/planned: as the planner chooses within --hbm-gib, --ram-gib and --disk-gib",
     )
     parser.add_argument("--disk-slots", type=int, default=3, help="landing slots of what lives on disk")
     parser.add_argument("--scratch", default=".", help="folder on the disk to use")
@@ -258,6 +237,8 @@ def main(argv: Sequence[str]) -> int:
         gc.collect()
         name, _, placement = system.partition("/")
         asked = placed(args, placement)
+        if placement == PLANNED:
+            asked = planned(spec, asked)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -270,22 +251,6 @@ def main(argv: Sequence[str]) -> int:
         record("step", row(asked, spec, name, timing, len(batches)), on=machine_name(device))
         torch._dynamo.reset()
     return 0
-
-
-def placed(args: argparse.Namespace, placement: str) -> argparse.Namespace:
-    """`args` with homes as a system's placement says."""
-    words = dict(word.split("=") for word in placement.split("/") if word)
-    places = {key: ",".join(named(words.get(key, ""))) for key in PLACES}
-    if args.trace:
-        places["trace"] = str(Path(args.trace).with_suffix("")) + "".join(f"-{word}" for word in words) + ".jsonl"
-    return argparse.Namespace(**vars(args) | places)
-
-
-def named(text: str) -> Iterator[str]:
-    """EMBED+L000-L003 -> EMBED, L000, L001, L002, L003."""
-    for word in filter(None, text.split("+")):
-        first, _, last = word.partition("-")
-        yield from (f"L{i:03d}" for i in range(int(first[1:]), int(last[1:]) + 1)) if last else (first,)
 
 
 def machine_name(device: torch.device) -> str:
@@ -307,14 +272,13 @@ def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, 
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
         "loss_chunk_tokens": args.loss_chunk, "micro_batch_tokens": args.micro_batch_tokens,
         "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None if system == "megatrain" else None,
-        "resident": args.resident,
-        "device_update": args.device_update, "state_disk": args.state_disk, "weights_disk": args.weights_disk,
-        "activations": "keep" if keep else "recompute", "offload": args.offload,
-        "keep_attention": args.keep_attention,
+        **{key: vars(args)[key] for key in (*PLACES, *COUNTS)}, "clip_mode": args.clip_mode,
+        "activations": "keep" if keep else "recompute",
+        "predicted_step_s": vars(args).get("predicted_step_s"),
         "precision": args.precision, "deterministic": True, "aliased": False,
         "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),
         "tokens_per_s": args.tokens / step_s, "model_tflops": train_flops(spec, documents) / step_s / 1e12,
-        "hardware_tflops": hardware / step_s / 1e12,
+        "hardware_tflops": None if args.clip_mode == "two-pass" else hardware / step_s / 1e12,
         "peak_hbm_bytes": timing.peak_hbm_bytes, "peak_ram_bytes": peak_rss_bytes(),
         "lanes": timing.lanes_s, "start_s": timing.start_s,
     }  # fmt: skip

@@ -36,7 +36,7 @@ class Placement:
     keep_attention: bool = False  # of every block that can
     offload: bool = False  # every block's input
     act_slots: int = 2
-    two_pass: bool = False
+    two_pass: bool = False  # there, resident blocks share the gradient slots
     resident: frozenset[str] = frozenset()  # segments whose state lives in "hbm"
     streamed: frozenset[str] = frozenset()  # segments whose state lives in RAM and is updated on the device
     own: frozenset[str] = frozenset()  # blocks with a weight and gradient slot of their own, state in RAM
@@ -65,7 +65,9 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
                 activations = "keep_attention"
         plan = SegmentPlan(name, kind, trainable, activations=activations)
         if own:
-            plan = replace(plan, weights="own", grads="own", update="device" if streamed else "home")
+            shares = placement.two_pass and at_home and kind == "block" and name not in placement.own
+            grads = "pool" if shares else "own"
+            plan = replace(plan, weights="own", grads=grads, update="device" if streamed else "home")
         if name in placement.weights_on_disk:
             plan = replace(plan, weights_home="disk")
         if name in placement.state_on_disk and trainable:

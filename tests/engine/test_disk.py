@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from megatrain.errors import DiskError
 from megatrain.models.spec_of import model_spec
 from tests.engine.streamed import Placement, Streamed, same_bytes
 from tests.engine.test_identity import ALL, HYPERS, TOKENS, batches
-from tests.families import tiny_config, tiny_masters
+from tests.families import tiny_batch, tiny_config, tiny_masters
 
 ON_DISK = Placement(state_on_disk=ALL, weights_on_disk=ALL)
 
@@ -95,6 +97,46 @@ def test_a_skipped_step_writes_nothing() -> None:
     assert run.store.disk.file.written_bytes == written
     assert same_bytes(run.state(), before) == []
     run.close()
+
+
+@pytest.mark.parametrize("two_pass", [False, True], ids=["deferred", "two passes"])
+def test_what_is_written_late_is_written_whatever_the_next_step_decides(
+    monkeypatch: pytest.MonkeyPatch, two_pass: bool
+) -> None:
+    """The next step is skipped while updates of the step before are still on their way to the disk."""
+    config = tiny_config("llama")
+    masters = tiny_masters(model_spec(config))
+    poison = len(masters["model.embed_tokens.weight"]) - 1
+    masters["model.embed_tokens.weight"][poison] = np.inf
+    steps = [[tiny_batch((24,), seed=step, vocab_size=poison)] for step in range(3)]
+    steps[1][0].input_ids_T[7] = poison
+    placement = Placement(state_on_disk=ALL, two_pass=two_pass, disk_slots=2)
+    runs = [Streamed(config, masters, 24, precision="fp32", placement=p) for p in (placement, Placement())]
+    first = runs[0].train(steps[:1], HYPERS[:1]) + runs[1].train(steps[:1], HYPERS[:1])
+    handlers, spill = runs[0].engine._handlers, runs[0].store.spill
+    before, until_s = handlers.cell, time.monotonic() + 5.0
+    spilled = []
+
+    def late(segment: str, slots: Mapping[str, int]) -> None:
+        """The last but one waits until the step is decided."""
+        spilled.append(segment)
+        last_but_one = 1 if two_pass else len(runs[0].store.layouts) - 1
+        while len(spilled) == last_but_one and handlers.cell is before and time.monotonic() < until_s:
+            time.sleep(0.001)
+        spill(segment, slots)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runs[0].store, "spill", late)
+        second = runs[0].train(steps[1:2], HYPERS[1:2])
+    assert len(spilled) == (2 if two_pass else len(runs[0].store.layouts))
+    second += runs[1].train(steps[1:2], HYPERS[1:2])
+    third = [result for run in runs for result in run.train(steps[2:], HYPERS[2:])]
+    assert [[result.applied for result in results] for results in (first, second, third)] == [
+        [True, True], [False, False], [True, True]
+    ]  # fmt: skip
+    assert same_bytes(runs[0].state(), runs[1].state()) == []
+    for run in runs:
+        run.close()
 
 
 @pytest.mark.parametrize("through_slots", [True, False])

@@ -10,10 +10,6 @@ FAULTS = "tests/engine/test_identity.py -k non_finite"
 CHAOS = "tests/engine/test_identity.py -k chaos_changes_no_bit"
 KEPT = "tests/engine/test_identity.py -k smollm2-kept"
 STREAMED_STATE = "tests/engine/test_identity.py -k smollm2-state"
-UNCLIPPED = """\
-            unclipped = optim.scalars(hyper, program.next_step, 1.0)
-            self._handlers.cell = type(cell)(cell.norm, cell.loss_sum, unclipped, None)
-            lanes_s.update(self._run("apply", program).busy_s())"""
 
 MUTANTS: tuple[Mutant, ...] = (
     *of(
@@ -222,13 +218,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *of(
-        "engine/engine.py",
-        "tests/engine/test_identity.py -k (smollm2)and(passes)",
-        ("the second pass is forgotten", "if not deferred and cell.applies:", "if False:"),
+        "engine/handlers.py",
+        "tests/engine/test_disk.py -k late",
         (
-            "the second pass without the clip coefficient",
-            '            lanes_s.update(self._run("apply", program).busy_s())',
-            UNCLIPPED,
+            "the next step decides what is written",
+            "if op.segment not in self._changed:",
+            "if self.cell is None or not self.cell.applies:",
         ),
     ),
     *of(
@@ -269,8 +264,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "an input comes back a layer late",
-            "turn = self._turn[block] - self._num_slots",
-            "turn = self._turn[block] - self._num_slots + 1",
+            "(self._turn[other] - turn) % self._num_slots == 0",
+            "(self._turn[other] - turn) % self._num_slots == 1",
         ),
     ),
 )

@@ -42,13 +42,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the tied sums are not merged", "if visit.last_round and self.tied_grad:", "if False:"),
         (
             "norm in every round",
-            '            if visit.last_round and self.program != "apply":\n                yield Op(Kind.NORM',
-            '            if self.program != "apply":\n                yield Op(Kind.NORM',
+            "            if visit.last_round and not visit.again:\n                yield Op(Kind.NORM",
+            "            if not visit.again:\n                yield Op(Kind.NORM",
         ),
         (
             "norm in the first round only",
-            "if visit.last_round and self.program",
-            "if visit.first_round and self.program",
+            "if visit.last_round and not visit.again:",
+            "if visit.first_round and not visit.again:",
         ),
         (
             "block gradients zeroed in every round",
@@ -86,7 +86,37 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(
         "schedule/build.py",
         SCHEDULE,
-        ("the second pass measures again", 'self.program != "apply":', 'self.program != "":'),
-        ("the first pass sends gradients home", 'self.program != "norm":', 'self.program != "":'),
+        ("the second pass measures again", "if visit.last_round and not visit.again:", "if visit.last_round:"),
+        ("the second pass updates nothing", "            if visit.again:\n", "            if False:\n"),
+        ("the second pass gives the loss again", "*(() if visit.again else (loss,)), *sums)", "loss, *sums)"),
+        (
+            "what the step before left is not written",
+            "        if self.pending_spills:\n            yield from self.landing.late_spills()\n",
+            "",
+        ),
+    ),
+    *of(
+        "schedule/slots.py",
+        SCHEDULE,
+        (
+            "the first pass sends gradients home",
+            'if self._plan.clip_mode == "two-pass" and not visit.again:',
+            "if False:",
+        ),
+        ("no input comes back for the second pass", "if below is not None or last_pass else", "if True else"),
+    ),
+    *of(
+        "schedule/landing.py",
+        SCHEDULE,
+        ("states are written behind the last updates too", "if segment.name in self._late:", "if False:"),
+    ),
+    *of(
+        "schedule/plan.py",
+        SCHEDULE,
+        (
+            "states that stay where they are are written late",
+            "turns = range(max(len(updated) - self.disk_slots, self.disk_slots), len(updated))",
+            "turns = range(max(len(updated) - self.disk_slots, 0), len(updated))",
+        ),
     ),
 )

@@ -151,6 +151,17 @@ def attention_kept(shown: dict[str, Any]) -> list[int]:
     return [i for i, s in enumerate(shown["plan"]["segments"], -1) if s["activations"] == "keep_attention"]
 
 
+def away_from(shown: dict[str, Any]) -> list[dict[str, Any]]:
+    """Segments whose state is not in HBM."""
+    return [*shown["places"]["ram"], *shown["places"]["disk"]]
+
+
+def waiting(shown: dict[str, Any]) -> int:
+    """Blocks whose inputs go to RAM and back: a second pass comes back to those that were in slots at the turn."""
+    aside, slots = offloaded(shown)
+    return aside if two_passes(shown) and aside >= 2 * slots else max(0, aside - slots)
+
+
 def two_passes(shown: dict[str, Any]) -> bool:
     return shown["plan"]["clip_mode"] == "two-pass"
 
@@ -164,24 +175,26 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         parameters(model, [s]) * (16 if s["state"] == "hbm" else 6) for s in ends
     )  # an own slot: weights and gradient; at home in HBM the state too
     resident = [s for s in places["hbm"] if s["kind"] == "block"]
-    streams = model.blocks - len(resident)
+    own = [s for s in away_from(shown) if s["kind"] == "block" and s["weights"] == "own"]
+    streams = model.blocks - len(resident) - len(own)
     round_size = plan["round_micro_batches"]
     aside, slots = offloaded(shown)
     backward = T * model.widths * 2 + 4 * T * d * 2 + model.block * 2
     head = CHUNK * v * 13 + v * d * 2 + 3 * T * d * 2
-    away = [*places["ram"], *places["disk"]]
+    away = away_from(shown)
     largest = max(parameters(model, [s]) for s in away)
     landing = plan["disk_slots"] * 10 * max((parameters(model, [s]) for s in places["disk"]), default=0)
     copies = 0 if "save_strategy=no" in case.words else 3
     return {
         "slots and homes of EMBED and HEAD": own_ends,
-        "homes of resident blocks": 16 * parameters(model, resident),
+        "homes of resident blocks": (12 if two_passes(shown) else 16) * parameters(model, resident)
+        + (2 if two_passes(shown) else 6) * parameters(model, own),
         "shared weight slots": 2 * 2 * model.block * (streams > 0),
-        "shared gradient slots": 2 * 4 * model.block * (streams > 0),
+        "shared gradient slots": 2 * 4 * model.block * (streams > 0 or two_passes(shown)),
         "second gradient of the tied embedding": 4 * v * d if model.tied else 0,
         "boundary activations of a round": round_size * (model.blocks + 2 - aside + slots) * T * d * 2,
         "kept attention of a round": round_size * len(attention_kept(shown)) * T * model.attended,
-        "block inputs waiting in RAM": round_size * max(0, aside - slots) * T * d * 2,
+        "block inputs waiting in RAM": round_size * waiting(shown) * T * d * 2,
         f"working memory ({'backward of a block' if backward > head else 'head and loss'})": max(backward, head),
         "CUDA libraries": 700 * MIB,
         "weights": 2 * parameters(model, away),
@@ -249,17 +262,19 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     passes = 2 if two_passes(shown) else 1
     if passes == 2:
         sums_s += 4 * model.total / hbm  # zeroed in both passes, their norm taken in one
-    compute = passes * M * (forward_s + backward_s + copies_s + head_s) + sums_s + 28 * places["hbm"] / hbm
+    compute = M * (forward_s + copies_s / 2 + passes * (backward_s + copies_s / 2 + head_s))  # copied there and back
+    compute += sums_s + 28 * places["hbm"] / hbm
 
     aside, slots = offloaded(shown)
-    inputs_bytes = M * max(0, aside - slots) * T * d * 2
-    moves = len(streams) + (2 * R - 1) * (len(streams) - 2)
+    one_input_bytes = M * T * d * 2
+    back = max(0, aside - slots) + (waiting(shown) if passes == 2 else 0)  # inputs that come back, in all passes
+    moves = len(streams) + (2 * R - 1) * (len(streams) - 2) + (passes - 1) * len(streams)
     h2d_bytes = moves * 2 * model.block + 2 * parameters(model, own_away) + (R - 1) * 4 * parameters(model, streams)
     d2h_bytes = R * 4 * parameters(model, streams) + 4 * parameters(model, own_away)
     return {
         "compute": compute,
-        "h2d": passes * (h2d_bytes + inputs_bytes) / rates["h2d_Bps"],
-        "d2h": (d2h_bytes + passes * inputs_bytes) / rates["d2h_Bps"],
+        "h2d": (h2d_bytes + back * one_input_bytes) / rates["h2d_Bps"],
+        "d2h": (d2h_bytes + waiting(shown) * one_input_bytes) / rates["d2h_Bps"],
         "host": away / rates["update_params_per_s"],
         "disk": 10 * places["disk"] / rates["disk_write_Bps"],
         "disk_read": 10 * places["disk"] / rates["disk_read_Bps"],

@@ -19,6 +19,7 @@ def dropped_waits(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
 def wrong_places(schedule: Schedule, plan: Plan) -> Iterator[tuple[str, Schedule]]:
     """Each place of each op exchanged for another of its pool: every slot, and the next neighbour in other pools."""
     slots = {"w": plan.weight_slots, "g": plan.grad_slots, "land.w": plan.disk_slots, "land.state": plan.disk_slots}
+    slots["land.grad"] = plan.grad_landing_slots
     pools: dict[str, list[Place]] = {pool: [Place(pool, i) for i in range(num)] for pool, num in slots.items()}
     for op in schedule:
         for place in (*op.reads, *op.writes):

@@ -10,6 +10,7 @@ from megatrain.schedule import Plan, Program, Run, SegmentPlan, build
 
 STREAMED = {"weights": "pool", "grads": "pool", "state": "ram"}
 RESIDENT = {"weights": "own", "grads": "own", "state": "hbm"}
+RESIDENT_POOLED = {**RESIDENT, "grads": "pool"}  # in two passes
 OWN_RAM = {"weights": "own", "grads": "own", "state": "ram"}
 DEVICE = {**OWN_RAM, "update": "device"}
 DISK_STATE = {"state": "disk"}  # beside weights and grads
@@ -57,8 +58,6 @@ def plan_of(
 def runs_of(plan: Plan, programs: Sequence[Program], num_micro_batches: int = 2) -> list[Run]:
     """Build the programs one after the other, as the engine would: every program applies what is pending."""
     runs, pending = [], False
-    two_pass = plan.clip_mode == "two-pass"
-    programs = [part for p in programs for part in (["norm", "apply"] if two_pass and p == "train" else [p])]
     for program in programs:
         num = 0 if program in ("save", "flush") else num_micro_batches
         runs.append(Run(program, build(plan, program, num, pending), num))
@@ -73,7 +72,7 @@ def plans(draw: st.DrawFn) -> Plan:
     homes = [{"weights": w, "grads": g, "state": "ram"} for w in ("pool", "own") for g in ("pool", "own")]
     homes += [{**home, **disk} for home in homes for disk in (DISK_STATE, DISK_WEIGHTS, DISK)]
     two_pass = draw(st.booleans()) and draw(st.booleans())
-    homes += [RESIDENT] if two_pass else [RESIDENT, DEVICE]
+    homes += [RESIDENT, RESIDENT_POOLED] if two_pass else [RESIDENT, DEVICE]
     blocks = draw(st.lists(st.sampled_from(homes), min_size=num_blocks, max_size=num_blocks))
     ends = [
         OWN_RAM,

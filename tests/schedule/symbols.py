@@ -31,7 +31,6 @@ def reference(plan: Plan, runs: Sequence[Run], terms: Terms) -> list[Results]:
     state = {s.name: terms("state", s.name) for s in plan.segments}
     pending: tuple[dict[str, int], int] | None = None
     results: list[Results] = []
-    cell = -1
     for run in runs:
         if pending is not None:
             for name, grad in pending[0].items():
@@ -40,20 +39,21 @@ def reference(plan: Plan, runs: Sequence[Run], terms: Terms) -> list[Results]:
             pending = None
         result: Results = {("weights", name): term for name, term in weights.items()}
         result |= {("state", s.name): state[s.name] for s in plan.segments if s.trainable}
-        if run.program in ("train", "norm", "apply", "eval"):
+        if run.program in ("train", "eval"):
             losses, grads = _step(plan, run.num_micro_batches, weights, terms)
             result |= {("loss", m): term for m, term in enumerate(losses)}
-        if run.program == "apply":
+        if run.program == "train":
+            norms = [terms("norm", name, grad) for name, grad in grads.items()]
+            cell = terms("cell", *norms, *losses)
+            result["cell", ""] = cell
+            pending = (grads, cell)
+        if run.program == "train" and plan.clip_mode == "two-pass":
+            pending = None
             for name, grad in grads.items():
                 operands = (name, grad, cell, state[name], weights[name])
                 state[name], weights[name] = terms("state'", *operands), terms("weights'", *operands)
             result |= {("weights", name): term for name, term in weights.items()}
             result |= {("state", s.name): state[s.name] for s in plan.segments if s.trainable}
-        if run.program in ("train", "norm"):
-            norms = [terms("norm", name, grad) for name, grad in grads.items()]
-            cell = terms("cell", *norms, *losses)
-            result["cell", ""] = cell
-            pending = (grads, cell) if run.program == "train" else None
         if run.program == "save":
             for s in plan.segments:
                 kept = (weights[s.name], state[s.name]) if s.trainable else (weights[s.name],)
@@ -111,12 +111,15 @@ def start(plan: Plan, terms: Terms) -> Memory:
 def homes_only(plan: Plan, memory: Memory, program: Program) -> Memory:
     """What is left of memory when `program` is over."""
     in_hbm = {s.name for s in plan.segments if s.state == "hbm"}
-    if program == "train":  # what the pending update needs
+    landed = set()
+    if program == "train":  # what the pending update needs, or what is not on disk yet
         in_hbm |= {s.name for s in plan.segments if s.update == "device"}
+        landed = {Place("land.state", slot) for _, slot in plan.spilled_late}
     return {
         place: term
         for place, term in memory.items()
         if place == CELL
+        or place in landed
         or place.pool in ("ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state")
         or (place.pool in ("w", "g", "s") and place.key in in_hbm)
     }
@@ -124,16 +127,17 @@ def homes_only(plan: Plan, memory: Memory, program: Program) -> Memory:
 
 def results_of(plan: Plan, run: Run, memory: Memory) -> Results:
     results: Results = {}
+    late = {name: Place("land.state", slot) for name, slot in plan.spilled_late if run.program == "train"}
     for s in plan.segments:
         results["weights", s.name] = memory.get(weights_home(s), -1)
         if s.trainable:
-            results["state", s.name] = memory.get(state_home(s), -1)
+            results["state", s.name] = memory.get(late.get(s.name, state_home(s)), -1)
         if run.program == "save":
             results["file", s.name] = memory.get(Place("file", s.name), -1)
-    if run.program in ("train", "norm", "apply", "eval"):
+    if run.program in ("train", "eval"):
         for m in range(run.num_micro_batches):
             results["loss", m] = memory.get(Place("loss", "", m), -1)
-    if run.program in ("train", "norm"):
+    if run.program == "train":
         results["cell", ""] = memory.get(CELL, -1)
     return results
 
@@ -169,7 +173,8 @@ def execute(op: Op, memory: Memory, terms: Terms) -> list[int]:
                 return [terms("loss", *inputs)]
             parts = {p: ("dtied",) if p == TIED_GRAD else ("dweights", op.segment) for p in sums}
             added = [terms("add", read[op.reads.index(p)], terms(*parts[p], *inputs)) for p in sums]
-            return [terms("dhead", *inputs), terms("loss", *inputs), *added]
+            losses = [terms("loss", *inputs) for p in op.writes if p.pool == "loss"]
+            return [terms("dhead", *inputs), *losses, *added]
         case Kind.BACKWARD:
             return _backward(op, read, terms)
         case Kind.EMBED_BACKWARD:

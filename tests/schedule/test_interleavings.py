@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from megatrain.schedule import Lane, Plan, Run
-from tests.schedule.plans import DEVICE, DISK, DISK_STATE, OWN_RAM, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import (
+    DEVICE,
+    DISK,
+    DISK_STATE,
+    OWN_RAM,
+    RESIDENT,
+    RESIDENT_POOLED,
+    STREAMED,
+    plan_of,
+    runs_of,
+)
 from tests.schedule.symbols import Terms, explore, homes_only, in_order, reference, results_of, start
 
 TINY = {
@@ -22,7 +32,13 @@ TINY = {
         [{**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], frozen=["EMBED"], head=RESIDENT, disk_slots=1
     ),
     "inputs offloaded": plan_of([STREAMED] * 4, frozen=["EMBED", "HEAD"], offload=["L000", "L001", "L002", "L003"]),
-    "two passes": plan_of([STREAMED, STREAMED], embed=RESIDENT, tied=True, two_pass=True),
+    "two passes": plan_of([STREAMED, RESIDENT_POOLED], embed=RESIDENT, tied=True, two_pass=True, grad_slots=1),
+    "two passes, inputs offloaded": plan_of(
+        [STREAMED] * 3, frozen=["EMBED", "HEAD"], offload=["L000", "L001", "L002"], two_pass=True
+    ),
+    "two passes, on disk": plan_of(
+        [{**STREAMED, **DISK_STATE}] * 2, frozen=["EMBED"], head=RESIDENT, disk_slots=1, two_pass=True, grad_slots=1
+    ),
     "frozen below": plan_of([STREAMED] * 3, frozen=["EMBED", "L000"], tied=True, head=RESIDENT),
 }
 

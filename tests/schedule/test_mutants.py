@@ -15,6 +15,7 @@ from tests.schedule.plans import (
     DISK_WEIGHTS,
     OWN_RAM,
     RESIDENT,
+    RESIDENT_POOLED,
     STREAMED,
     plan_of,
     runs_of,
@@ -52,6 +53,15 @@ PLANS = {
         tied=True,
         round_micro_batches=1,
         disk_slots=1,
+    ),
+    "two passes, on disk": plan_of(
+        [{**STREAMED, **DISK_STATE}, RESIDENT_POOLED, {**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}],
+        keep=["L001"],
+        two_pass=True,
+        disk_slots=1,
+    ),
+    "two passes, inputs offloaded": plan_of(
+        [STREAMED, RESIDENT, STREAMED], offload=["L000", "L001", "L002"], frozen=["EMBED"], tied=True, two_pass=True
     ),
     "frozen here and there": plan_of(frozen=["EMBED", "L000", "L002"], keep=["L000", "L002"], round_micro_batches=1),
     "frozen, else streamed": plan_of([DEVICE, DEVICE], embed=DEVICE, frozen=["EMBED", "L001"], slots=0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,7 +117,7 @@ class Engine:
     def train_step(
         self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW, step: int = 0
     ) -> StepResult:
-        """Forward, backward and norm of one optimizer step; its update is left pending, or done in a second pass.
+        """Forward, backward and norm of one optimizer step; its update is left pending, or done in a second backward.
 
         `num_supervised` is the step's number of supervised tokens, over all micro-batches; it must be positive.
         `step`: the number of the step in its run, which names its noise and its dropout.
@@ -134,19 +133,16 @@ class Engine:
             disturb=self._noise_of(step),
             key_of=lambda micro_batch: key_of(self.numerics.seed, step, micro_batch),
         )
-        deferred = self.plan.clip_mode == "deferred"
-        lanes_s = Counter(self._run("train" if deferred else "norm", program).busy_s())
+        lanes_s = self._run("train", program).busy_s()
         cell = self._handlers.cell
         assert cell is not None
-        if not deferred and cell.applies:
-            lanes_s.update(self._run("apply", program).busy_s())
         return StepResult(
             loss=cell.loss_sum / num_supervised,
             grad_norm=cell.norm,
             applied=cell.applies,
             bad_tensor=cell.bad_tensor,
             step_s=time.perf_counter() - started,
-            lanes_s=dict(lanes_s),
+            lanes_s=lanes_s,
         )
 
     def evaluate(self, micro_batches: Sequence[TokenBatch]) -> float:
@@ -198,7 +194,7 @@ class Engine:
         if self._chaos is not None:
             self._chaos.begin(schedule)
         self.trace = trace = self._executor.run(schedule)
-        if program in ("train", "apply"):
+        if program == "train":
             assert self._handlers.cell is not None
             self.applied_steps += self._handlers.cell.applies
         self._pending = program == "train"  # whatever was pending before, this program has applied

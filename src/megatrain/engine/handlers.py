@@ -97,6 +97,9 @@ class Handlers:
         self.label_smoothing = label_smoothing
         self.step = Step()
         self.cell: Cell | None = None
+        # Segments updated since they were last spilled. The cell cannot say: a SPILL may still be on its way when the
+        # next step is decided.
+        self._changed: set[str] = set()
         self.scalars = Scalars()
         self.block_index = {segment.name: i for i, segment in enumerate(template.spec.blocks)}
         self.table: dict[Kind, Callable[[Op], None]] = {
@@ -132,9 +135,9 @@ class Handlers:
         self.store.load(op.segment, self.places.landing_slots(op.writes))
 
     def spill(self, op: Op) -> None:
-        assert self.cell is not None
-        if not self.cell.applies:
+        if op.segment not in self._changed:
             return  # a skipped step changed nothing: the drive keeps what it has, and is spared
+        self._changed.discard(op.segment)
         self.store.spill(op.segment, self.places.landing_slots(op.reads))
 
     def fetch_state(self, op: Op) -> None:
@@ -237,9 +240,11 @@ class Handlers:
             self.loss_chunk_tokens,
             self.label_smoothing,
         )
-        if self.template.balance is not None:
-            loss = loss + self.step.tallies[m].settle(self.template.balance, self.step.inv_denominator)
-        self.scalars.put(str(_one(op.writes, "loss")), loss)
+        for place in op.writes:
+            if place.pool == "loss":  # in a second pass it is known, and so is what the routers get
+                if self.template.balance is not None:
+                    loss = loss + self.step.tallies[m].settle(self.template.balance, self.step.inv_denominator)
+                self.scalars.put(str(place), loss)
         self.places.hidden(_one(op.writes, "dact")).copy_(dh)
 
     def loss(self, op: Op) -> None:
@@ -304,6 +309,7 @@ class Handlers:
         assert self.cell is not None
         if self.cell.scalars is None:
             return
+        self._changed.add(op.segment)
         layout = self.store.layouts[op.segment]
         gradient, _, state_place, weights = op.reads
         state, w = self.places.state(state_place, op.segment), self.places.flat(weights, op.segment)

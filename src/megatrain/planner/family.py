@@ -2,16 +2,16 @@
 
 What may be chosen is a fixed family of plans that does not depend on the budgets; of those that fit, the fastest in
 simulated time is taken, with wear of the disk counted as time. So more memory never gives a costlier plan: it only
-adds plans to choose from. A plan of the family is a number of rounds, a number of segments (from the front) whose state
-is in HBM, block inputs in HBM or in RAM, and one way to use what is then left of HBM, as far as it goes: kept
-activations (from the last block on), or weights that stay in HBM; either at once, or behind kept attention, which saves
-most time for its bytes where documents are long.
+adds plans to choose from. A plan of the family is a number of rounds, a number of segments (from the front; in two
+passes here and there) whose state is in HBM, block inputs in HBM or in RAM, and one way to use what is then left of
+HBM, as far as it goes: kept activations (from the last block on), or weights that stay in HBM; either at once, or
+behind kept attention, which saves most time for its bytes where documents are long.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby, product
@@ -22,31 +22,34 @@ from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, memory_table
+from megatrain.planner.floor import BESIDE_SHARE, Floor
 from megatrain.planner.prediction import predict
 from megatrain.planner.table import TIERS
-from megatrain.schedule.build import rounds
 from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Activations, Plan, SegmentPlan, Tier
-from megatrain.schedule.slots import kept_places
 
 GROUPS = 18  # of blocks, in the simulations of the search
 WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what five minutes of a GPU do
-BESIDE_SHARE = 0.03  # of what other lanes do beside the device: hidden in simulated time, never quite in real time
 HELD_S = 1e-16  # a byte of the device: 100 GB of it outweigh no more than 10 us
 ACT_SLOTS = 2  # one is computed, one travels
 GRAD_SLOTS = 2  # in RAM, in two passes: one lands, one is used
-DISK_SLOTS = 3  # one is read, one updated, one written
+# Landing slots of the disk worth trying: one is read while one is written; a third is updated besides. More only take
+# the RAM of states that would then not be on disk at all.
+DISK_SLOTS = (2, 3)
 STEP = 1.2  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
+SMALL_STEP = 1.05
 
 ClipMode = Literal["deferred", "two-pass"]
 Change = tuple[tuple[str, str], ...]
 Filling = list[tuple[int, Change]]  # (index of a segment, what changes), in the order in which they get the memory
 RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
+RESIDENT_AT_ONCE: Change = (("state", "hbm"), ("weights", "own"))  # in two passes the gradient is used up at once
 KEPT: Change = (("activations", "keep"),)
 ATTENTION_KEPT: Change = (("activations", "keep_attention"),)
 STATE_ON_DISK: Change = (("state", "disk"),)
 WEIGHTS_ON_DISK: Change = (("weights_home", "disk"),)
 OWN_WEIGHTS: Change = (("weights", "own"), ("grads", "own"))
+OWN_WEIGHTS_AT_ONCE: Change = (("weights", "own"),)
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,8 @@ def _small(question: Question) -> Iterator[Plan]:
         if size < least:
             continue
         streamed = _in_passes(_streamed(question, size, inputs), clip_mode)
-        for count in _resident_counts(question):
-            yield _with_disk(question, _with_slots(question, _changed(streamed, range(count), RESIDENT)))
+        for count in _resident_counts(question, clip_mode):
+            yield from _with_disk(question, _with_slots(question, _with_residents(streamed, count)))
 
 
 def _inputs(question: Question) -> list[Activations]:
@@ -173,21 +176,21 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
 
 def _candidates(question: Question) -> Iterator[_Candidate]:
     """Every plan of the family that fits."""
-    floor, fillings, seen = _Floor(question), _fillings(question), set[Plan]()
+    floor, fillings, seen = Floor(question), _fillings(question), set[Plan]()
     bases = product(_round_sizes(question), _inputs(question), _clip_modes(question))
     for round_micro_batches, inputs, clip_mode in bases:
         if clip_mode == "two-pass" and round_micro_batches < question.num_micro_batches:
             continue  # between rounds a gradient needs its home
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
-        for count in _resident_counts(question):
-            resident = _with_slots(question, _changed(streamed, range(count), RESIDENT))
+        for count in _resident_counts(question, clip_mode):
+            resident = _with_slots(question, _with_residents(streamed, count))
             if memory_table(question, resident).verdict(question.machine_tier) != "FITS":
                 break  # more of them need more
-            resident = _with_disk(question, resident)
-            for filled in _filled(question, resident, *fillings):
-                if filled not in seen:
-                    seen.add(filled)
-                    yield _Candidate(floor(filled) + _wear_s(question, filled), filled)
+            for placed in _with_disk(question, resident):
+                for filled in _filled(question, placed, *fillings):
+                    if filled not in seen:
+                        seen.add(filled)
+                        yield _Candidate(floor(filled) + _wear_s(question, filled), filled)
 
 
 def _with_slots(question: Question, plan: Plan) -> Plan:
@@ -197,30 +200,56 @@ def _with_slots(question: Question, plan: Plan) -> Plan:
     return replace(plan, weight_slots=question.config.weight_slots or 1, grad_slots=1)
 
 
-def _with_disk(question: Question, plan: Plan) -> Plan:
-    """`plan` with as little on disk as lets RAM hold the rest: states first, which a step reads and writes once, from
-    the segment whose update may end last; then weights, which it reads twice."""
+def _with_residents(plan: Plan, count: int) -> Plan:
+    """`plan` with the state of `count` segments in HBM: from the front, as a forward pass waits for their updates
+    first; in two passes the ends, whose gradients are largest, and blocks evenly spread: the others' updates then have
+    time."""
+    if plan.clip_mode == "deferred":
+        return _changed(plan, range(count), RESIDENT)
+    last = len(plan.segments) - 1
+    indices = [0, last][:count] + spread(range(1, last), max(0, count - 2))
+    return _changed(plan, indices, RESIDENT_AT_ONCE)
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """`count` of `items`, as evenly as can be."""
+    return [items[(2 * turn + 1) * len(items) // (2 * count)] for turn in range(count)]
+
+
+def _with_disk(question: Question, plan: Plan) -> Iterator[Plan]:
+    """`plan` with as little on disk as lets RAM hold the rest, with every number of landing slots; `plan` itself if
+    that is nothing, or if not even everything would be enough."""
+    if memory_table(question, plan).verdict("ram") == "FITS":
+        yield plan
+        return
+    found = [_spilled(question, plan, slots) for slots in DISK_SLOTS]
+    yield from dict.fromkeys(spilled or plan for spilled in found)
+
+
+def _spilled(question: Question, plan: Plan, disk_slots: int) -> Plan | None:
+    """States go first, which a step reads and writes once, from the segment whose update may end last, or, in two
+    passes, evenly spread, so that the disk has time between them; then weights, which a step reads twice."""
     indices = [index for index in reversed(range(len(plan.segments))) if plan.segments[index].state != "hbm"]
     indices.sort(key=lambda index: plan.segments[index].kind != "block")
     order = [(index, STATE_ON_DISK) for index in indices if plan.segments[index].trainable]
     order += [(index, WEIGHTS_ON_DISK) for index in indices]
+    blocks = [index for index, change in order if change is STATE_ON_DISK and plan.segments[index].kind == "block"]
 
     def spilled(count: int) -> Plan:
-        return _spilled(plan, order[:count])
+        if plan.clip_mode == "two-pass" and count < len(blocks):
+            return replace(_changed(plan, spread(blocks, count), STATE_ON_DISK), disk_slots=disk_slots)
+        changed = plan
+        for change in (STATE_ON_DISK, WEIGHTS_ON_DISK):
+            changed = _changed(changed, [index for index, wanted in order[:count] if wanted is change], change)
+        return replace(changed, disk_slots=disk_slots)
 
     def holds(count: int) -> bool:
         return memory_table(question, spilled(count)).verdict("ram") == "FITS"
 
-    if holds(0) or not holds(len(order)):
-        return plan
+    if not holds(len(order)):
+        return None
     most = bisect_left(range(1, len(order)), True, key=holds) + 1
     return spilled(most)
-
-
-def _spilled(plan: Plan, changes: list[tuple[int, Change]]) -> Plan:
-    for change in (STATE_ON_DISK, WEIGHTS_ON_DISK):
-        plan = _changed(plan, [index for index, wanted in changes if wanted is change], change)
-    return replace(plan, disk_slots=DISK_SLOTS if changes else 0)
 
 
 def _round_sizes(question: Question) -> list[int]:
@@ -231,10 +260,12 @@ def _round_sizes(question: Question) -> list[int]:
     return list(dict.fromkeys(-(-total // num_rounds) for num_rounds in _steps(total, 2.0)))
 
 
-def _resident_counts(question: Question) -> list[int]:
+def _resident_counts(question: Question, clip_mode: ClipMode) -> list[int]:
+    """In two passes nearly every one: what of HBM holds no state may put one more on the disk."""
+    most = len(question.shapes.spec.segments)
     if question.machine.device == "cpu":
         return [0]
-    return [0, *_steps(len(question.shapes.spec.segments), STEP)]
+    return [0, *_steps(most, STEP if clip_mode == "deferred" else SMALL_STEP)]
 
 
 def _steps(most: int, factor: float) -> list[int]:
@@ -277,7 +308,8 @@ def _filled(question: Question, plan: Plan, attention: Filling, everything: Fill
     if not _fits(question, plan):
         return
     streaming = [index for index in range(len(plan.segments) - 2, 0, -1) if plan.segments[index].weights == "pool"]
-    own = [(index, OWN_WEIGHTS) for index in streaming] if question.machine.device == "cuda" else []
+    stays = OWN_WEIGHTS if plan.clip_mode == "deferred" else OWN_WEIGHTS_AT_ONCE
+    own = [(index, stays) for index in streaming] if question.machine.device == "cuda" else []
     attending = _most(question, plan, attention)
     if attending == _changed_by(plan, attention):  # there may be room for more
         yield _most(question, attending, everything)
@@ -320,72 +352,3 @@ def _with(segment: SegmentPlan, change: Change) -> SegmentPlan:
 def _fits(question: Question, plan: Plan) -> bool:
     """Whether every tier holds the plan with a twentieth to spare: the search must not make a run tight."""
     return memory_table(question, plan).overall == "FITS"
-
-
-class _Floor:
-    """A lower bound of a plan's step, from sums alone: an update on the host must be over before the forward of its
-    segment, and after that all arithmetic of that forward and of what follows is still to come; and the link must carry
-    what the blocks that stream need."""
-
-    def __init__(self, question: Question) -> None:
-        work = question.work
-        self._model = work.costs
-        self._num_micro_batches = work.num_micro_batches
-        self._work = work
-
-    def __call__(self, plan: Plan) -> float:
-        rates, shapes = self._work.rates, self._work.shapes
-        passes = [self._passes_s(segment) for segment in plan.segments]
-        forward = [forward_s for forward_s, _, _ in passes]
-        backward_s = sum(backward for _, backward, _ in passes)
-        link_s, beside_s = self._link_s(plan)
-        floor_s, host_s = max(sum(map(sum, passes)), link_s), 0.0
-        for index, segment in enumerate(plan.segments):
-            if segment.updates_on_device:
-                continue
-            host_s += self._update_s(segment, Lane.HOST)
-            fetch_s = sizes.weights_bytes(shapes, segment.name) / rates.h2d_Bps
-            if plan.clip_mode == "deferred":
-                floor_s = max(floor_s, host_s + fetch_s + backward_s + sum(forward[index:]))
-        if plan.clip_mode == "two-pass":
-            floor_s = max(floor_s, 2 * (sum(forward) + backward_s))
-        return floor_s + rates.step_s + BESIDE_SHARE * (beside_s + host_s)
-
-    def _link_s(self, plan: Plan) -> tuple[float, float]:
-        """What the link must carry: (the least that takes, the work of its lanes). Weights twice a round, but for what
-        the slots hold at its turns; sums of shared slots home, and back for every round but the first; inputs that wait
-        in RAM, both ways."""
-        shapes, rates = self._work.shapes, self._work.rates
-        num_rounds = len(rounds(self._num_micro_batches, plan.round_micro_batches))
-        weights = sorted(sizes.weights_bytes(shapes, s.name) for s in plan.blocks if s.weights == "pool")
-        travel = sum(weights[: max(0, len(weights) - plan.weight_slots)])
-        grads = [sizes.gradient_bytes(shapes, s.name) for s in plan.blocks if s.trainable and s.grads == "pool"]
-        sums = sum(grads) if len(grads) > plan.grad_slots else 0
-        inputs = self._num_micro_batches * len(plan.waiting_in_ram) * sizes.one_boundary_bytes(shapes)
-        h2d_bytes = num_rounds * 2 * travel + (num_rounds - 1) * sums + inputs
-        d2h_bytes = num_rounds * sums + inputs
-        h2d_s, d2h_s = h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps
-        return max(h2d_s, d2h_s, (h2d_bytes + d2h_bytes) / rates.link_both_Bps), h2d_s + d2h_s
-
-    def _passes_s(self, segment: SegmentPlan) -> tuple[float, float, float]:
-        """(forward, backward, sums and update on the device) of a segment over all micro-batches."""
-        grad = (Place("g", segment.name),) if segment.trainable else ()
-        kept = kept_places(segment, 0, 0)
-        rest_s = self._update_s(segment, Lane.COMPUTE) if segment.updates_on_device else 0.0
-        rest_s += sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
-        if segment.kind == "embed":
-            return 0.0, 0.0, rest_s
-        if segment.kind == "head":
-            return 0.0, self._num_micro_batches * self._op_s(Kind.HEAD, segment, (), grad), rest_s
-        forward_s = self._op_s(Kind.FORWARD, segment, (), kept)
-        backward_s = self._op_s(Kind.BACKWARD, segment, kept, grad)
-        return self._num_micro_batches * forward_s, self._num_micro_batches * backward_s, rest_s
-
-    def _update_s(self, segment: SegmentPlan, lane: Lane) -> float:
-        if not segment.trainable:
-            return 0.0
-        return self._model.seconds(Op(Kind.UPDATE, segment.name, None, lane, (), ()))
-
-    def _op_s(self, kind: Kind, segment: SegmentPlan, reads: tuple[Place, ...], writes: tuple[Place, ...]) -> float:
-        micro_batch = None if kind in (Kind.ZERO, Kind.NORM) else 0
-        return self._model.seconds(Op(kind, segment.name, micro_batch, Lane.COMPUTE, reads, writes))

@@ -1,7 +1,7 @@
 """Predict: seconds of a step, by running the real schedule of a plan in simulated time. No torch.
 
-A step is the train program with the update of the step before pending: the steady state, since a program starts and
-ends with all lanes idle.
+A step is the train program with what the step before left pending: the steady state, since a program starts and ends
+with all lanes idle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatrain.hardware.rates import Rates
 from megatrain.planner.costs import CostModel, VisitCosts
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.build import build, rounds
-from megatrain.schedule.ops import Kind, Lane, Op, Program, Schedule
+from megatrain.schedule.ops import Kind, Lane, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.schedule.simulate import Simulation, simulate
 
@@ -84,47 +84,28 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     folded, members = (plan, {}) if most_groups is None else fold(plan, most_groups)
     costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, members)
-    step_s, schedule, simulations = work.rates.step_s, list[Op](), list[Simulation]()
     lanes_s = dict.fromkeys(Lane, 0.0)
     critical_s: dict[tuple[Lane, Kind], float] = {}
     more = max(0, num_rounds - MOST_ROUNDS)  # rounds like the one between the last two turns
-    for program in programs_of(plan):
-        ops = build(
-            replace(folded, round_micro_batches=1),
-            program,
-            min(num_rounds, MOST_ROUNDS),
-            pending_update=program == "train",
-        )
-        made = simulate(ops, costs.seconds, costs.sharing())
-        since_s, until_s = _turns_s(ops, made)[-2:] if more else (0.0, 0.0)
-        critical = set(made.critical_path)
-        for index, op in enumerate(ops):
-            start_s, finish_s = made.start_s[index], made.finish_s[index]
-            seconds = finish_s - start_s + more * max(0.0, min(finish_s, until_s) - max(start_s, since_s))
-            lanes_s[op.lane] += seconds
-            if index in critical:
-                critical_s[op.lane, op.kind] = critical_s.get((op.lane, op.kind), 0.0) + seconds
-        step_s += made.makespan_s + more * (until_s - since_s)
-        schedule += ops
-        simulations.append(made)
-    return Prediction(step_s, lanes_s, critical_s, tuple(schedule), _times_s(simulations))
+    ops = step_of(replace(folded, round_micro_batches=1), min(num_rounds, MOST_ROUNDS))
+    made = simulate(ops, costs.seconds, costs.sharing())
+    since_s, until_s = _turns_s(ops, made)[-2:] if more else (0.0, 0.0)
+    critical = set(made.critical_path)
+    for index, op in enumerate(ops):
+        start_s, finish_s = made.start_s[index], made.finish_s[index]
+        seconds = finish_s - start_s + more * max(0.0, min(finish_s, until_s) - max(start_s, since_s))
+        lanes_s[op.lane] += seconds
+        if index in critical:
+            critical_s[op.lane, op.kind] = critical_s.get((op.lane, op.kind), 0.0) + seconds
+    step_s = work.rates.step_s + made.makespan_s + more * (until_s - since_s)
+    times_s = tuple(zip(made.start_s, made.finish_s, strict=True))
+    return Prediction(step_s, lanes_s, critical_s, ops, times_s)
 
 
-def programs_of(plan: Plan) -> tuple[Program, ...]:
-    """What a step runs, one after the other; of a model that is only read, its evaluation."""
-    if plan.lowest_trainable == len(plan.segments):
-        return ("eval",)
-    return ("train",) if plan.clip_mode == "deferred" else ("norm", "apply")
-
-
-def _times_s(simulations: Sequence[Simulation]) -> tuple[tuple[float, float], ...]:
-    """(start, end) of every op, one program behind the other."""
-    times_s: list[tuple[float, float]] = []
-    begin_s = 0.0
-    for made in simulations:
-        times_s += [(begin_s + s, begin_s + f) for s, f in zip(made.start_s, made.finish_s, strict=True)]
-        begin_s += made.makespan_s
-    return tuple(times_s)
+def step_of(plan: Plan, num_micro_batches: int) -> Schedule:
+    """All ops of a step among others; of a model that is only read, of its evaluation."""
+    read_only = plan.lowest_trainable == len(plan.segments)
+    return build(plan, "eval" if read_only else "train", num_micro_batches, pending_update=not read_only)
 
 
 def _turns_s(schedule: Schedule, simulation: Simulation) -> list[float]:

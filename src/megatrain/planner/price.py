@@ -11,10 +11,10 @@ from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
 from megatrain.planner.costs import VisitCosts, content_bytes
-from megatrain.planner.prediction import Prediction, Workload, predict, programs_of
+from megatrain.planner.prediction import Prediction, Workload, predict, step_of
 from megatrain.planner.table import gib
-from megatrain.schedule.build import build, rounds
-from megatrain.schedule.ops import Lane, Schedule
+from megatrain.schedule.build import rounds
+from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan
 
 TB = 1e12
@@ -136,15 +136,9 @@ def _work_s(work: Workload, plan: Plan) -> Mapping[Lane, float]:
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, {})
     work_s = dict.fromkeys(Lane, 0.0)
-    for op in _step(replace(plan, round_micro_batches=1), num_rounds):
+    for op in step_of(replace(plan, round_micro_batches=1), num_rounds):
         work_s[op.lane] += costs.seconds(op)
     return work_s
-
-
-def _step(plan: Plan, num_micro_batches: int) -> Schedule:
-    """All ops of a step."""
-    made = [build(plan, name, num_micro_batches, pending_update=name == "train") for name in programs_of(plan)]
-    return tuple(op for schedule in made for op in schedule)
 
 
 def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
@@ -177,7 +171,7 @@ def step_written_bytes(work: Workload, plan: Plan) -> int:
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     return sum(
         content_bytes(work.shapes, place, op.segment)
-        for op in _step(replace(plan, round_micro_batches=1), num_rounds)
+        for op in step_of(replace(plan, round_micro_batches=1), num_rounds)
         if op.lane is Lane.DISK
         for place in op.writes
         if place.pool.startswith("disk")

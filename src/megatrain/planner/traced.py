@@ -55,11 +55,10 @@ def matched(plan: Plan, spans: Iterable[Span]) -> tuple[Schedule, list[tuple[flo
     lanes: dict[str, list[Span]] = {str(lane): [] for lane in Lane}
     for span in spans:
         lanes[span.lane].append(span)
-    num_micro_batches = sum(span.kind == "HEAD" for span in lanes["compute"]) or 1
-    pending = any(span.kind == "UPDATE" for lane in lanes.values() for span in lane)
-    # of a step in two passes, a trace has the second
-    deferred = plan.clip_mode == "deferred"
-    schedule = build(plan, "train" if deferred else "apply", num_micro_batches, pending and deferred)
+    visits = 1 if plan.clip_mode == "deferred" else 2
+    num_micro_batches = sum(span.kind == "HEAD" for span in lanes["compute"]) // visits or 1
+    pending = _began_pending(plan, lanes)
+    schedule = build(plan, "train", num_micro_batches, pending)
     waiting = {name: iter(rows) for name, rows in lanes.items()}
     found: list[Span] = []
     for op in schedule:
@@ -85,6 +84,15 @@ def matched(plan: Plan, spans: Iterable[Span]) -> tuple[Schedule, list[tuple[flo
     )
     shift_s = {lane: max(0.0, late_s) if lane in streams else 0.0 for lane in lanes}
     return schedule, [(s.start_s + shift_s[s.lane], s.end_s + shift_s[s.lane]) for s in found]
+
+
+def _began_pending(plan: Plan, lanes: Mapping[str, Sequence[Span]]) -> bool:
+    """Whether the program before the traced one left it something to do."""
+    if plan.clip_mode == "deferred":
+        return any(span.kind == "UPDATE" for lane in lanes.values() for span in lane)
+    on_disk = sum(segment.state_on_disk or (segment.weights_on_disk and segment.trainable) for segment in plan.segments)
+    spills = sum(span.kind == "SPILL" for span in lanes["disk"])
+    return spills > on_disk - len(plan.spilled_late)
 
 
 def calibrate(question: Question, plan: Plan, spans: Iterable[Span]) -> Rates:

@@ -19,16 +19,14 @@ def build(plan: Plan, program: Program, num_micro_batches: int, pending_update: 
     """The schedule of one program, waits included. It starts and ends with all lanes idle.
 
     `pending_update`: the step before has not been applied yet; this program applies it, whatever the program is.
-    "train" leaves its own update pending; "apply" uses every gradient up where it comes to be. `num_micro_batches` (of
-    the step; unused by flush and save) goes through the layers in rounds of nearly equal size.
+    "train" leaves its own update pending; in two passes it leaves no more than states on their way to the disk.
+    `num_micro_batches` (of the step; unused by flush and save) goes through the layers in rounds of nearly equal size.
     """
     validate(plan)
-    assert program not in ("norm", "apply") or plan.clip_mode == "two-pass", f"{program} of a plan in one pass"
-    assert program not in ("norm", "apply") or not pending_update, "in two passes nothing is left pending"
-    assert program != "train" or plan.clip_mode == "deferred", "a step in two passes is norm, then apply"
-    if program in ("train", "norm", "apply", "eval"):
+    two_pass = plan.clip_mode == "two-pass"
+    if program in ("train", "eval"):
         assert num_micro_batches >= 1, f"{program} with {num_micro_batches} micro-batches"
-        if program in ("norm", "apply") and num_micro_batches > plan.round_micro_batches:
+        if program == "train" and two_pass and num_micro_batches > plan.round_micro_batches:
             raise PlanError(
                 f"a step has {num_micro_batches} micro-batches and a round {plan.round_micro_batches}, but in two "
                 "passes gradients have no home between rounds; use clip_mode deferred, or a round of the whole step"
@@ -51,10 +49,12 @@ def rounds(num_micro_batches: int, round_micro_batches: int) -> tuple[range, ...
     return tuple(range(start, stop) for start, stop in pairwise(edges))
 
 
-def _update(segment: SegmentPlan, landing: Landing) -> Iterator[Op]:
-    """The update of a segment, and where it lives on disk the way from there and back."""
+def _update(segment: SegmentPlan, landing: Landing, slot: Place | None = None) -> Iterator[Op]:
+    """The update of a segment, and where it lives on disk the way from there and back. `slot`: of its gradient, if it
+    is updated on the device and has none of its own."""
     if segment.updates_on_device:
         grad, *changed = _device_places(segment)
+        grad = slot or grad
         yield Op(Kind.UPDATE, segment.name, None, Lane.COMPUTE, (grad, CELL, *changed), tuple(changed))
         return
     yield from landing.bring_state(segment)
@@ -79,9 +79,11 @@ def _device_places(segment: SegmentPlan) -> tuple[Place, Place, Place]:
 
 def _at_home(plan: Plan, program: Program, pending_update: bool) -> Iterator[Op]:
     """flush and save: nothing passes through the layers."""
-    landing = Landing(plan)
+    landing = Landing(plan, pending_update)
+    if pending_update:
+        yield from landing.late_spills()
     for segment in plan.segments:
-        if pending_update and segment.trainable:
+        if pending_update and segment.trainable and plan.clip_mode == "deferred":
             yield from _update(segment, landing)
             if segment.streams_state:
                 yield _store(segment)
@@ -102,16 +104,18 @@ class _Pass:
         self.program = program
         self.train = program != "eval"  # there is a backward pass
         self.num_micro_batches = num_micro_batches
-        self.pending_update = pending_update
+        self.two_pass = plan.clip_mode == "two-pass"
+        self.pending_spills = pending_update and self.two_pass
+        self.pending_update = pending_update and not self.two_pass
         self.segment_of = {segment.name: segment for segment in plan.segments}
-        self.landing = Landing(plan)
+        self.landing = Landing(plan, pending_update)
         # In order of first use: the host works through them while the first layers already compute.
         on_host = [s for s in plan.segments if s.trainable and not s.updates_on_device]
-        self.host_updates = deque(on_host if pending_update else ())
+        self.host_updates = deque(on_host if self.pending_update else ())
         self.lowest = plan.lowest_trainable if self.train else len(plan.segments)
         self.embed, self.head = plan.segments[0], plan.segments[-1]
         self.visits = tuple(self._visits())
-        self.weights = WeightSlots(plan, self.visits, pending_update)
+        self.weights = WeightSlots(plan, self.visits, self.pending_update)
         self.grads = GradSlots(plan, self.visits if self.train else ())
         self.inputs = InputSlots(plan)
         self.tied_grad = (TIED_GRAD,) if self.train and plan.has_tied_grad else ()
@@ -119,20 +123,26 @@ class _Pass:
     def _visits(self) -> Iterator[Visit]:
         num_blocks = len(self.plan.blocks)
         parts = rounds(self.num_micro_batches, self.plan.round_micro_batches)
-        way: list[tuple[VisitKind, int]] = [("embed", 0)]
-        way += [("forward", index) for index in range(1, num_blocks + 1)]
-        way += [("head", num_blocks + 1)]
-        way += [("backward", index) for index in range(num_blocks, max(self.lowest, 1) - 1, -1)]
+        there: list[tuple[VisitKind, int]] = [("embed", 0)]
+        there += [("forward", index) for index in range(1, num_blocks + 1)]
+        back: list[tuple[VisitKind, int]] = [("head", num_blocks + 1)]
+        back += [("backward", index) for index in range(num_blocks, max(self.lowest, 1) - 1, -1)]
         if self.lowest == 0:
-            way += [("embed_backward", 0)]
-        for number, (part, (kind, index)) in enumerate(product(parts, way)):
+            back += [("embed_backward", 0)]
+        way = list(product(parts, there + back))
+        for number, (part, (kind, index)) in enumerate(way):
             yield Visit(number, kind, index, part, part == parts[0], part == parts[-1])
+        if self.train and self.two_pass:  # the inputs of all layers are still there: no second forward
+            for number, (kind, index) in enumerate(back, start=len(way)):
+                yield Visit(number, kind, index, parts[0], True, True, again=True)
 
     def ops(self) -> Iterator[Op]:
+        if self.pending_spills:
+            yield from self.landing.late_spills()
         while self.host_updates and not self.host_updates[0].weights_on_disk:
             yield from _update(self.host_updates.popleft(), self.landing)
         yield from self._fetches(-1)
-        turn = max(visit.number for visit in self.visits if visit.kind == "head")
+        turn = max(visit.number for visit in self.visits if visit.kind == "head" and not visit.again)
         halfway = (turn + len(self.visits) - 1) // 2
         # Until the first DRAIN the memory of the host works for the updates that the forward waits for: beside a STORE
         # they took 76 ms for 51.
@@ -145,6 +155,7 @@ class _Pass:
             "backward": self._backward,
             "embed_backward": self._embed_backward,
         }
+        last_for_norm = max(visit.number for visit in self.visits if not visit.again)
         for visit in self.visits:
             segment = self.plan.segments[visit.index]
             first_use = visit.first_round and visit.kind in ("embed", "forward", "head")
@@ -158,10 +169,10 @@ class _Pass:
                 yield from (_store(s) for s in self.plan.segments if s.streams_state)
             if visit.number == halfway and self.program == "train":
                 yield from self._state_fetches()
-        if self.program in ("train", "norm"):
-            norms = tuple(Place("norm", s.name) for s in self.plan.segments if s.trainable)
-            losses = tuple(Place("loss", "", m) for m in range(self.num_micro_batches))
-            yield Op(Kind.CLIP, "", None, Lane.HOST, (*norms, *losses), (CELL,))
+            if visit.number == last_for_norm and self.train:
+                norms = tuple(Place("norm", s.name) for s in self.plan.segments if s.trainable)
+                losses = tuple(Place("loss", "", m) for m in range(self.num_micro_batches))
+                yield Op(Kind.CLIP, "", None, Lane.HOST, (*norms, *losses), (CELL,))
 
     def _fetches(self, done: int) -> Iterator[Op]:
         fetches = self.weights.fetch_after(done) + self.grads.fetch_after(done)
@@ -211,7 +222,7 @@ class _Pass:
             reads = (self.weights[segment.name], *tied_weights, self.inputs.place(visit.index - 1, m))
             loss = Place("loss", "", m)
             if self.train:
-                writes = (Place("dact", "", m), loss, *sums)
+                writes = (Place("dact", "", m), *(() if visit.again else (loss,)), *sums)
                 yield Op(Kind.HEAD, segment.name, m, Lane.COMPUTE, (*reads, *sums), writes)
             else:
                 yield Op(Kind.LOSS, segment.name, m, Lane.COMPUTE, reads, (loss,))
@@ -223,11 +234,12 @@ class _Pass:
             yield from (self._zero(segment, place) for place in grad)
         for m in visit.micro_batches:
             dact, call = Place("dact", "", m), Place("call", "", m)
-            kept = kept_places(segment, block, m)
+            used_up = visit.again and segment.activations == "keep"  # a graph serves one backward
+            kept = () if used_up else kept_places(segment, block, m)
             source = self.inputs.place(block, m)
             reads = (self.weights[segment.name], source, call, dact, *grad, *kept)
             yield Op(Kind.BACKWARD, segment.name, m, Lane.COMPUTE, reads, (dact, *grad))
-            next_in = self.inputs.freed_for(block)
+            next_in = self.inputs.freed_for(block, visit.again or not self.two_pass)
             if next_in is not None:
                 name = self.plan.blocks[next_in].name
                 yield Op(Kind.RELOAD, name, m, Lane.H2D, (Place("ram.act", next_in, m),), (source,))
@@ -250,9 +262,9 @@ class _Pass:
     def _finish(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         """After the last micro-batch of a visit: the norm of a complete gradient, and its way home."""
         for grad in self.grads[visit]:
-            if visit.last_round and self.program != "apply":
+            if visit.last_round and not visit.again:
                 yield Op(Kind.NORM, segment.name, None, Lane.COMPUTE, (grad,), (Place("norm", segment.name),))
-            if self.grads.leaves_after(visit) and self.program != "norm":
+            if self.grads.leaves_after(visit):
                 yield Op(Kind.DRAIN, segment.name, None, Lane.D2H, (grad,), (self.landing.way_of_grad(segment),))
-            if self.program == "apply":
-                yield from _update(segment, self.landing)
+            if visit.again:
+                yield from _update(segment, self.landing, grad)

@@ -16,6 +16,7 @@ from megatrain.schedule.plan import Plan
 from megatrain.schedule.text import to_text
 
 _CONTEXT_LINES = 6
+_MAY_BE_LEFT = ("dact",)  # HEAD and the lowest BACKWARD always give one, wanted or not
 
 
 class ScheduleError(Exception):
@@ -46,17 +47,18 @@ def check(runs: Sequence[Run], plan: Plan) -> None:
 
     Proves: no race and no deadlock; every read finds the content it wants (segment, micro-batch, step); every gradient
     is summed once per micro-batch and in order; every step is settled by one UPDATE per trainable segment, in the
-    program after it ("train") or behind its own second pass ("apply"); CLIP sees every norm and loss; only slots of the
-    plan are used; no op is in vain.
+    program after it or, in two passes, in the second one; CLIP sees every norm and loss; only slots of the plan are
+    used; no op is in vain.
     A skipped step (its cell says: leave everything) runs the same schedule, so step, skip, step is step, step, step.
     """
     held: dict[Place, Content] = {}
     steps: list[int] = [0]  # micro-batches of each step; step 0 is the start
     for number, run in enumerate(runs, start=1):
-        settled = len(steps) - 1
-        if run.program in ("train", "norm"):
+        before = settled = len(steps) - 1
+        if run.program == "train":
             steps.append(run.num_micro_batches)
-        now = Now(run.program, number, run.num_micro_batches, len(steps) - 1, settled, steps[settled])
+            settled += plan.clip_mode == "two-pass"
+        now = Now(run.program, number, run.num_micro_batches, len(steps) - 1, settled, steps[settled], before)
         meaning = Meaning(plan, now)
         if number == 1:
             held = _fresh(plan, meaning)
@@ -90,7 +92,7 @@ def _check_program(where: str, schedule: Schedule, meaning: Meaning, held: dict[
             reason = f"{place} is left with {_shown(held.get(place))}, must be left with {content}"
             raise ScheduleError(where, schedule, len(schedule), reason)
     for place, index in unread.writer.items():
-        if place not in at_end and place.pool != "dact":  # HEAD and the lowest BACKWARD always give one, wanted or not
+        if place not in at_end and place.pool not in _MAY_BE_LEFT:
             raise ScheduleError(where, schedule, index, f"writes {place}, which nothing reads")
 
 
@@ -125,7 +127,7 @@ class _Unread:
         for place in op.reads:
             self.writer.pop(place, None)
         for place in op.writes:
-            if place in self.writer:
+            if place in self.writer and place.pool not in _MAY_BE_LEFT:
                 raise Fault(f"overwrites {place}, which op {self.writer[place]} wrote and nothing has read")
             self.writer[place] = index
 

@@ -56,8 +56,7 @@ class Trio(NamedTuple):
 
 
 class Now(NamedTuple):
-    """Where in the sequence of programs we are. Programs and steps count from 1; a step is a "train" program, or "norm"
-    and "apply"."""
+    """Where in the sequence of programs we are. Programs and steps count from 1; a step is a "train" program."""
 
     program: Program
     number: int  # of this program
@@ -65,8 +64,4 @@ class Now(NamedTuple):
     step: int  # the step that this program computes, or the last one that was
     settled: int  # steps whose UPDATEs are done once this program's are
     settled_micro_batches: int  # of step `settled`
-
-    @property
-    def computed_with(self) -> int:
-        """Steps that are in the weights which pass through the layers: "apply" updates them behind itself."""
-        return self.settled - (self.program == "apply")
+    computed_with: int  # steps that are in the weights which pass through the layers

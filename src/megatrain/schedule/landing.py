@@ -12,14 +12,18 @@ class Landing:
     """Where weights and state of every segment are reached during a program: at home, or where they landed.
 
     Weights and state have slots of their own. What landed stays until the slot's turn comes again, so whoever reads it
-    is listed before that: right behind the op that brought or changed it.
+    is listed before that: right behind the op that brought or changed it. `pending`: the program before left states
+    in their slots (`Plan.spilled_late`).
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, pending: bool) -> None:
         self._num_slots = {"land.w": plan.disk_slots, "land.state": plan.disk_slots}
         self._num_slots["land.grad"] = plan.grad_landing_slots if plan.clip_mode == "two-pass" else 0
         self._taken = dict.fromkeys(self._num_slots, 0)
         self._holds: dict[Place, str] = {}  # slot -> segment
+        self._late = {name: Place("land.state", slot) for name, slot in plan.spilled_late}
+        if pending:
+            self._holds |= {slot: name for name, slot in self._late.items()}
 
     def weights(self, segment: SegmentPlan) -> Place:
         """Where its weights are; on disk: where they landed."""
@@ -56,7 +60,9 @@ class Landing:
             yield from self._bring(Kind.LOAD_STATE, "disk.state", "land.state", segment)
 
     def spill(self, segment: SegmentPlan) -> Iterator[Op]:
-        """What an update changed goes back to disk, if it lives there."""
+        """What an update changed goes back to disk, if it lives there, and not late."""
+        if segment.name in self._late:
+            return
         pairs = []
         if segment.state_on_disk:
             pairs.append((self.state(segment), Place("disk.state", segment.name)))
@@ -65,6 +71,11 @@ class Landing:
         if pairs:
             landed, homes = zip(*pairs, strict=True)
             yield Op(Kind.SPILL, segment.name, None, Lane.DISK, landed, homes)
+
+    def late_spills(self) -> Iterator[Op]:
+        """What the last updates of the program before changed goes back to disk."""
+        for name, slot in self._late.items():
+            yield Op(Kind.SPILL, name, None, Lane.DISK, (slot,), (Place("disk.state", name),))
 
     def _bring(self, kind: Kind, home: str, pool: str, segment: SegmentPlan) -> Iterator[Op]:
         if any(place.pool == pool and name == segment.name for place, name in self._holds.items()):

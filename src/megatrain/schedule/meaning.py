@@ -15,9 +15,6 @@ _EVERYWHERE = {Kind.UPDATE, Kind.STORE, Kind.LOAD, Kind.LOAD_STATE, Kind.SPILL}
 _THROUGH = {Kind.FETCH, Kind.EMBED, Kind.FORWARD} | _EVERYWHERE
 _ALLOWED: dict[Program, set[Kind]] = {
     "train": set(Kind) - {Kind.LOSS, Kind.SAVE},
-    "norm": set(Kind) - _EVERYWHERE - {Kind.LOSS, Kind.SAVE, Kind.DRAIN, Kind.FETCH_GRAD, Kind.FETCH_STATE}
-    | {Kind.LOAD},
-    "apply": set(Kind) - {Kind.LOSS, Kind.SAVE, Kind.NORM, Kind.CLIP, Kind.FETCH_GRAD, Kind.FETCH_STATE, Kind.STORE},
     "eval": _THROUGH | {Kind.LOSS},
     "flush": _EVERYWHERE,
     "save": _EVERYWHERE | {Kind.SAVE},
@@ -56,6 +53,8 @@ class Meaning:
 
     def __init__(self, plan: Plan, now: Now) -> None:
         self.plan, self.now = plan, now
+        self.two_pass = plan.clip_mode == "two-pass"
+        self.again = False  # in a second pass
         self.number_of = {s.name: i for i, s in enumerate(plan.segments)}
         self.trainable = [s for s in plan.segments if s.trainable]
         shared_w = {Place("w", i) for i in range(plan.weight_slots)}
@@ -78,7 +77,6 @@ class Meaning:
             Kind.EMBED_BACKWARD: self._embed_backward,
         }
         self._of_segment: dict[Kind, Callable[[SegmentPlan], Need]] = {
-            Kind.SPILL: self._spill,
             Kind.FETCH: self._fetch,
             Kind.FETCH_STATE: self._fetch_state,
             Kind.MERGE: self._merge,
@@ -90,6 +88,7 @@ class Meaning:
 
     def need(self, op: Op, held: Mapping[Place, Content]) -> Need:
         """What `op` must read and will write; raises Fault if there is no such op in this program."""
+        self.again = self.two_pass and held.get(CELL) == Content("cell", when=self.now.step)
         if op.kind not in _ALLOWED[self.now.program]:
             raise Fault(f"{op.kind} has no place in {self.now.program}")
         if op.kind is Kind.CLIP:
@@ -118,22 +117,27 @@ class Meaning:
         found = held.get(op.reads[0]) if op.reads else None
         if op.kind in (Kind.LOAD, Kind.LOAD_STATE):
             return self._load(op.kind, segment, found)
+        if op.kind is Kind.SPILL:
+            return self._spill(segment, found)
         return self._move_grad(op.kind, segment, found)
 
     def at_end(self) -> dict[Place, Content]:
         """What places must hold when the program is over."""
         now = self.now
         wanted: dict[Place, Content] = {}
+        late = {name: Place("land.state", slot) for name, slot in self.plan.spilled_late if now.program == "train"}
         for segment in self.trainable:
             places = [self.homes(segment)]
-            if now.program == "train":
+            if segment.name in late:
+                places = [places[0]._replace(state=late[segment.name])]
+            if now.program == "train" and not self.two_pass:
                 places.append(self.update_places(segment))
                 wanted[places[-1].grad] = self._complete(segment, now.step, now.num_micro_batches)
             for place in places:
                 wanted |= {place.state: self.state(segment), place.weights: self.weights(segment)}
-        if now.program in ("train", "norm"):
+        if now.program == "train":
             wanted[CELL] = Content("cell", when=now.step)
-        if now.program in ("train", "norm", "apply", "eval"):
+        if now.program in ("train", "eval"):
             wanted |= {Place("loss", "", m): self._loss_of(m) for m in range(now.num_micro_batches)}
         if now.program == "save":
             wanted |= {Place("file", s.name): self._file(s) for s in self.plan.segments}
@@ -156,6 +160,8 @@ class Meaning:
     def lasting(self, pending_update: bool) -> set[Place]:
         """The places whose content outlives a program."""
         kept = {place for s in self.plan.segments for place in self.homes(s)} | {CELL}
+        if pending_update:
+            kept |= {Place("land.state", slot) for _, slot in self.plan.spilled_late}
         return kept | {place for s in self.trainable if pending_update for place in self.update_places(s)}
 
     # contents ------------------------------------------------------------------------------------------------------
@@ -211,7 +217,9 @@ class Meaning:
 
     def _grads_in_reach(self, segment: SegmentPlan) -> Collection[Place]:
         """Where an update finds the gradient: in its slot, at home, or landed if there is none."""
-        if self.plan.clip_mode == "two-pass" and not segment.updates_on_device:
+        if segment.updates_on_device:
+            return self.grad_places[segment.name]
+        if self.two_pass:
             return self.landing["land.grad"]
         return {self.update_places(segment).grad}
 
@@ -227,11 +235,15 @@ class Meaning:
             slots, content = in_reach(segment)
         return Need([((home,), content)], [(slots, content)])
 
-    def _spill(self, segment: SegmentPlan) -> Need:
+    def _spill(self, segment: SegmentPlan, found: Content | None) -> Need:
+        """What was updated in this program or, of a step in two passes, in the one before."""
         reads, writes = [], []
         if segment.state == "disk":
-            reads.append(self._state_in_reach(segment))
-            writes.append(((self.homes(segment).state,), self.state(segment)))
+            state = self.state(segment)
+            if found == self.state(segment, self.now.computed_with):
+                state = found
+            reads.append((self._state_in_reach(segment)[0], state))
+            writes.append(((self.homes(segment).state,), state))
         if segment.weights_home == "disk":
             reads.append(self._weights_in_reach(segment))
             writes.append(((self.homes(segment).weights,), self.weights(segment)))
@@ -281,7 +293,7 @@ class Meaning:
         if self.now.program == "eval" or number < self.lowest:
             return []
         if segment.activations == "keep":
-            return [self._flow_in_place("kept", number - 1, m)]
+            return [] if self.again else [self._flow_in_place("kept", number - 1, m)]
         return [self._flow_in_place("attn", number - 1, m)] if segment.activations == "keep_attention" else []
 
     def _forward(self, segment: SegmentPlan, m: int) -> Need:
@@ -309,7 +321,7 @@ class Meaning:
         dact = self._flow_in_place("dact", self.number_of[segment.name] - 1, m)
         before = self._sum_in_slot(segment, m) + self._tied_sum(m)
         after = self._sum_in_slot(segment, m + 1) + self._tied_sum(m + 1)
-        return Need(reads + before, [dact, *loss, *after])
+        return Need(reads + before, [dact, *([] if self.again else loss), *after])
 
     def _backward(self, segment: SegmentPlan, m: int) -> Need:
         number = self.number_of[segment.name]

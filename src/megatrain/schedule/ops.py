@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-# "train" leaves its update to the program after it. "norm" and "apply" are a step in two passes: the first for the
-# coefficient alone, the second computes every gradient again and uses it up at once.
-Program = Literal["train", "norm", "apply", "eval", "flush", "save"]
+# "train" leaves its update to the program after it, or, in two passes, goes through the layers for the coefficient
+# alone and then computes every gradient again and uses it up at once.
+Program = Literal["train", "eval", "flush", "save"]
 
 
 class Lane(StrEnum):
@@ -41,7 +41,8 @@ class Kind(StrEnum):
     OFFLOAD     r: h.k.m                                    w: ram.act.i.m            (the input of block i = S)
     RELOAD      r: ram.act.i.m                              w: h.k.m
     HEAD        r: weights [, w.EMBED if tied], act.L.m, gradient slot [, tied.grad]
-                w: dact.m, loss.m, gradient slot [, tied.grad]      (tied.grad: if tied and the embedding is trained)
+                w: dact.m [, loss.m], gradient slot [, tied.grad]   (tied.grad: if tied and the embedding is trained;
+                no loss in a second pass: it is known)
     LOSS        r: weights [, w.EMBED if tied], act.L.m     w: loss.m                 (evaluation: no backward)
     BACKWARD    r: weights, act.i.m, call.m, dact.m, gradient slot [, kept.i.m or attn.i.m]
                 w: dact.m, gradient slot
@@ -98,7 +99,8 @@ class Place(NamedTuple):
     `key` stays "": Place("loss", "", 3) is "loss.3".  Place("tied.grad") and Place("cell") are complete as they are.
     Between programs only homes keep their content: ram.*, disk.*, hbm.state.*, file.*, cell; w.S, g.S if `state` is
     "hbm".
-    While an update is pending, also w.S, g.S, s.S of segments with update "device".
+    While an update is pending, also w.S, g.S, s.S of segments with update "device". After a step in two passes, also
+    the landing slots of `Plan.spilled_late`.
     """
 
     pool: str  # "w", "g", "act", "ram.w", …

@@ -19,7 +19,8 @@ class SegmentPlan:
     each update, or never if `state` is "hbm").  EMBED and HEAD are always "own".
     `grads`: "pool" (summed in a shared slot, drained to the gradient home in RAM at the end of each visit), or "own"
     (stays in HBM over all rounds; drained once if the update runs on the host lane).
-    `state`: home of lo, m, v: "hbm" (needs weights and grads "own"), "ram" or "disk".
+    `state`: home of lo, m, v: "hbm" (needs weights "own", and grads too unless a step goes in two passes), "ram" or
+    "disk".
     `update`: where the update runs: "home" (on the compute lane if `state` is "hbm", else on the host lane),
     or "device" (`state` "ram", weights and grads "own"): on the compute lane, in a state slot of its own. The state
     comes from RAM during the backward pass; the gradient never leaves its slot; new state and weights are written back
@@ -89,9 +90,24 @@ class Plan:
     @property
     def waiting_in_ram(self) -> tuple[int, ...]:
         """Blocks whose inputs go to RAM and back: not those that no backward visits, nor the last ones of the others,
-        which are still in their slots when the pass turns."""
+        which are still in their slots when the pass turns. A second pass comes back to all that share a slot."""
         visited = [i for i in self.offloaded if i + 1 >= self.lowest_trainable]
-        return tuple(visited[: max(0, len(visited) - self.act_slots)])
+        if self.clip_mode == "deferred":
+            return tuple(visited[: max(0, len(visited) - self.act_slots)])
+        alone = range(max(0, len(visited) - self.act_slots), min(len(visited), self.act_slots))
+        return tuple(block for turn, block in enumerate(visited) if turn not in alone)
+
+    @property
+    def spilled_late(self) -> tuple[tuple[str, int], ...]:
+        """(segment, its landing slot), in order of slots, of the last updates of a step in two passes whose state is on
+        disk: it stays in RAM until the next program has begun, so that the disk has work during the first pass, too.
+        Not those that nothing else takes the slot from before their next update."""
+        updated = [s for s in reversed(self.segments) if s.state_on_disk]
+        if self.clip_mode == "deferred":
+            return ()
+        turns = range(max(len(updated) - self.disk_slots, self.disk_slots), len(updated))
+        late = [(updated[turn].name, turn % self.disk_slots) for turn in turns if not updated[turn].weights_on_disk]
+        return tuple(sorted(late, key=lambda pair: pair[1]))
 
     @property
     def has_tied_grad(self) -> bool:
@@ -116,7 +132,7 @@ def validate(plan: Plan) -> None:
         raise PlanError(f"plan has segments {names}; list EMBED, L000 … one a block, HEAD in travel order")
     kinds = ["embed", *["block"] * num_blocks, "head"]
     for segment, kind in zip(plan.segments, kinds, strict=True):
-        _validate_segment(segment, kind)
+        _validate_segment(segment, kind, plan.clip_mode == "two-pass")
     pool_weights = sum(s.weights == "pool" for s in plan.segments)
     slots_needed = min(pool_weights, 2)
     if plan.weight_slots < slots_needed:
@@ -155,7 +171,7 @@ def _validate_two_pass(plan: Plan) -> None:
         raise PlanError(f"{streamed} has update 'device', which two passes do not know; use 'home', or state 'hbm'")
 
 
-def _validate_segment(segment: SegmentPlan, kind: str) -> None:
+def _validate_segment(segment: SegmentPlan, kind: str, two_pass: bool) -> None:
     if segment.kind != kind:
         raise PlanError(f"{segment.name} is planned as kind {segment.kind!r}; it must be {kind!r}")
     if segment.update == "device" and segment.state == "hbm":
@@ -181,5 +197,6 @@ def _validate_segment(segment: SegmentPlan, kind: str) -> None:
         return
     if segment.weights != "own":
         raise PlanError(f"{segment.name} has weights {segment.weights!r}; {why} need weights 'own'")
-    if segment.trainable and segment.grads != "own":
+    uses_it_at_once = two_pass and kind == "block"  # behind its second backward: then the slot is free again
+    if segment.trainable and segment.grads != "own" and not uses_it_at_once:
         raise PlanError(f"{segment.name} has grads {segment.grads!r}; {why} need grads 'own'")

@@ -24,6 +24,7 @@ class Visit(NamedTuple):
     micro_batches: range
     first_round: bool
     last_round: bool
+    again: bool = False  # in a second pass, where every gradient is used up
 
 
 class WeightSlots:
@@ -108,12 +109,15 @@ class InputSlots:
         """Whether the input of `block` leaves its slot between forward and backward."""
         return block in self._waiting
 
-    def freed_for(self, block: int) -> int | None:
-        """The block whose input comes back to the slot of `block`, once the backward of `block` is done."""
+    def freed_for(self, block: int, last_pass: bool) -> int | None:
+        """The block whose input comes back to the slot of `block`, once the backward of `block` is done: the next one
+        that uses the slot, in this pass or, unless it is the last, in the one after it."""
         if block not in self._turn:
             return None
-        turn = self._turn[block] - self._num_slots
-        return next((other for other in self._waiting if self._turn[other] == turn), None)
+        turn = self._turn[block]
+        sharing = [other for other in self._waiting if (self._turn[other] - turn) % self._num_slots == 0]
+        below = max((other for other in sharing if other < block), default=None)
+        return below if below is not None or last_pass else max((o for o in sharing if o != block), default=None)
 
 
 def kept_places(segment: SegmentPlan, block: int, micro_batch: int) -> tuple[Place, ...]:
@@ -159,6 +163,8 @@ class GradSlots:
         segment = self._plan.segments[visit.index]
         if visit.number not in self._place:
             return False
+        if self._plan.clip_mode == "two-pass" and not visit.again:
+            return False  # it was for its norm alone
         if visit.last_round:
             return not segment.updates_on_device
         return segment.grads == "pool" and self._rotates
