@@ -37,8 +37,14 @@ def _drawn(dice: random.Random, spec: ModelSpec, num_micro_batches: int) -> Plan
     two_pass = dice.random() < 0.25
     # of all that may be chosen, a few at a time: a plan that mixes everything seldom shows what one choice does alone
     homes = dice.sample(["hbm", "ram", "disk"], dice.randint(1, 3))
-    activations = dice.sample(["recompute", "keep", "offload"], dice.randint(1, 3))
-    segments = tuple(_segment(dice, segment, homes, activations, two_pass) for segment in spec.segments)
+    activations = dice.sample(["recompute", "keep", "offload", "keep_attention"], dice.randint(1, 3))
+    attend = {block.name for block, shape in zip(spec.blocks, spec.attention, strict=True) if shape.can_be_kept}
+    segments = tuple(
+        _segment(
+            dice, segment, homes, [a for a in activations if a != "keep_attention" or segment.name in attend], two_pass
+        )
+        for segment in spec.segments
+    )
     pooled = sum(segment.weights == "pool" for segment in segments)
     return Plan(
         segments,
@@ -68,7 +74,7 @@ def _segment(
         weights="own" if own or dice.random() < 0.2 else "pool",
         grads="own" if own or dice.random() < 0.2 else "pool",
         state="ram" if home == "disk" and not trainable else home,  # type: ignore[arg-type]
-        activations=dice.choice(activations) if segment.kind == "block" else "recompute",  # type: ignore[arg-type]
+        activations=dice.choice(activations or ["recompute"]) if segment.kind == "block" else "recompute",  # type: ignore[arg-type]
         update="device" if streamed else "home",
         weights_home="disk" if home == "disk" and dice.random() < 0.6 else "ram",
     )

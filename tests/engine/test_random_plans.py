@@ -31,7 +31,7 @@ from tests.engine.streamed import same_bytes
 from tests.engine.test_chaos import HYPERS, MODELS, STEPS, TOKENS, plain, setting
 from tests.families import tiny_batch, tiny_config, tiny_masters
 
-NUM_FAST, NUM_SLOW, PER_TEST = 12, 240, 40
+NUM_FAST, NUM_SLOW, PER_TEST = 10, 240, 40
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).parents[2]
 
@@ -92,11 +92,11 @@ def test_hundreds_of_random_plans_do(first: int) -> None:
 
 
 def test_the_plans_differ_and_hold_every_choice_alone_and_mixed() -> None:
-    drawn = [played(seed)[2] for seed in range(NUM_FAST)]
+    drawn = [played(seed)[2] for seed in range(2 * NUM_FAST)]
     every = [segment for plan in drawn for segment in plan.segments]
     blocks = [segment for segment in every if segment.kind == "block"]
     assert {segment.state for segment in every} == {"hbm", "ram", "disk"}
-    assert {block.activations for block in blocks} >= {"recompute", "keep", "offload"}
+    assert {block.activations for block in blocks} == {"recompute", "keep", "offload", "keep_attention"}
     assert {(block.weights, block.grads) for block in blocks} == {
         (w, g) for w in ("own", "pool") for g in ("own", "pool")
     }
@@ -105,7 +105,7 @@ def test_the_plans_differ_and_hold_every_choice_alone_and_mixed() -> None:
     assert {plan.clip_mode for plan in drawn} == {"deferred", "two-pass"}
     assert {plan.round_micro_batches for plan in drawn} >= {1, 2, 4}
     assert any(len({block.activations for block in plan.blocks}) > 1 for plan in drawn)
-    assert len({plan.segments for plan in drawn}) == NUM_FAST
+    assert len({plan.segments for plan in drawn}) == 2 * NUM_FAST
 
 
 # --- bytes, as measured -------------------------------------------------------------------------------------------
@@ -184,10 +184,7 @@ def within_account(first: int, count: int) -> None:
         assert taken >= 0.7 * fixed, f"seed {seed}: {taken / MIB:.0f} MiB taken of {fixed / MIB:.0f} that must be there"
 
 
-def test_no_random_plan_takes_more_memory_than_its_account() -> None:
-    within_account(2, 1)
-
-
 @pytest.mark.slow
-def test_none_of_thirty_takes_more_memory_than_its_account() -> None:
-    within_account(3, 30)
+@pytest.mark.parametrize("first", [0, 10, 20])
+def test_no_random_plan_takes_more_memory_than_its_account(first: int) -> None:
+    within_account(first, 10)
