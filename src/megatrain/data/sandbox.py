@@ -208,7 +208,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def texts_in(value: Any) -> list[str]:
     """All texts in a JSON value, the names of fields aside."""
     texts: list[str] = []
-    waiting = [[value]]
+    waiting: list[Any] = [[value]]
     for inner in waiting:       # it grows meanwhile
         for one in inner.values() if isinstance(inner, dict) else inner:
             if isinstance(one, str):
