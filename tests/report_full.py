@@ -76,17 +76,14 @@ class Recorder:
             self._write(self._parts.pop(report.nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported is a failure too."""
-        if report.failed:
-            self._append(Row(report.nodeid, "failed", 0.0, False, report.longreprtext[-300:], self.commit))
+        """A file that cannot be imported is a failure, one that leaves itself out a skip."""
+        if report.failed or report.skipped:
+            self._append(Row(report.nodeid, report.outcome, 0.0, False, _why(report), self.commit))
 
     def _write(self, parts: list[pytest.TestReport]) -> None:
         outcomes = {part.outcome for part in parts}
         outcome = "failed" if "failed" in outcomes else "skipped" if "skipped" in outcomes else "passed"
-        why = ""
-        if outcome != "passed":
-            worst = next(part for part in parts if part.outcome == outcome)
-            why = worst.longrepr[2] if isinstance(worst.longrepr, tuple) else worst.longreprtext[-300:]
+        why = "" if outcome == "passed" else _why(next(part for part in parts if part.outcome == outcome))
         seconds = round(sum(part.duration for part in parts), 3)
         self._append(Row(parts[0].nodeid, outcome, seconds, "slow" in parts[0].keywords, why, self.commit))
 
@@ -95,10 +92,20 @@ class Recorder:
             file.write(json.dumps(asdict(row)) + "\n")
 
 
+def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The reason of a skip, the end of a failure."""
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext[-300:]
+
+
 def read_rows(path: Path) -> list[Row]:
-    """The last row of every test of a report."""
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    return list({row.test: row for row in (Row(**json.loads(line)) for line in lines)}.values())
+    """The last row of every test of a report, and of every file that could not be imported or left itself out."""
+    found: dict[str, Row] = {}
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        row = Row(**json.loads(line))
+        if "::" in row.test:
+            found.pop(row.test.split("::")[0], None)  # its file can be imported now
+        found[row.test] = row
+    return list(found.values())
 
 
 def commit_of(root: Path) -> str:

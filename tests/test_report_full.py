@@ -43,12 +43,22 @@ def test_every_outcome_is_recorded_and_what_passed_is_not_repeated(pytester: pyt
     assert rows["test_bad"].outcome == "passed"
 
 
-def test_a_file_that_cannot_be_imported_is_a_failure(pytester: pytest.Pytester, tmp_path: Path) -> None:
-    pytester.makepyfile(test_broken="import no_such_module_of_ours")
+def test_a_file_that_cannot_be_imported_is_a_failure_and_one_left_out_is_told(
+    pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    left_out = "import pytest\npytest.skip('no moon', allow_module_level=True)"
+    pytester.makepyfile(test_broken="import no_such_module_of_ours", test_left_out=left_out)
     pytester.inline_run(plugins=[Recorder(tmp_path / "report.jsonl", frozenset(), "abc")])
-    (row,) = read_rows(tmp_path / "report.jsonl")
-    assert row.outcome == "failed"
-    assert "no_such_module_of_ours" in row.why
+    rows = {row.test: row for row in read_rows(tmp_path / "report.jsonl")}
+    assert {test: row.outcome for test, row in rows.items()} == {
+        "test_broken.py": "failed", "test_left_out.py": "skipped",
+    }  # fmt: skip
+    assert "no_such_module_of_ours" in rows["test_broken.py"].why
+    assert "no moon" in rows["test_left_out.py"].why
+    pytester.makepyfile(test_broken="def test_mended(): pass")
+    pytester.inline_run(plugins=[Recorder(tmp_path / "report.jsonl", frozenset(), "def")])
+    mended = {row.test: row.outcome for row in read_rows(tmp_path / "report.jsonl")}
+    assert mended == {"test_broken.py::test_mended": "passed", "test_left_out.py": "skipped"}
 
 
 def test_the_page_counts_and_names_what_failed() -> None:
