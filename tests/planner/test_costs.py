@@ -39,6 +39,7 @@ PLANS = [
     plan(update="device", weights="own", grads="own"),
     plan(state="disk"),
     plan(state="disk", weights_home="disk"),
+    plan(activations="keep_attention"),
 ]
 
 
@@ -152,3 +153,19 @@ def test_rounds_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
     for lane, busy_s in whole.lanes_s.items():
         assert short.lanes_s[lane] == pytest.approx(busy_s, rel=0.02, abs=1e-3), lane
     assert short.bound_share == pytest.approx(whole.bound_share, abs=0.03)
+
+
+def test_kept_attention_saves_its_forward_and_costs_two_copies() -> None:
+    plain, kept = (build(plan(activations=way), "train", 4, True) for way in ("recompute", "keep_attention"))
+    attended_bytes = 4096 * (512 * 2 + 8 * 4)  # out in bf16, lse in fp32, of 8 heads
+    assert SHAPES.attended_bytes["L000"] == attended_bytes
+    assert content_bytes(SHAPES, Place("attn", 0, 0), "L000") == attended_bytes
+    copies_s = 2 * attended_bytes / RATES.hbm_Bps  # one is read and one written
+    attention_s = WORK.costs.forward_of("L000").attention_s
+    saved_s = {
+        kind: WORK.costs.seconds(op_of(kind, plain)) - WORK.costs.seconds(op_of(kind, kept))
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    scale = {kind: RATES.scale.get(kind, 1.0) for kind in saved_s}
+    assert saved_s[Kind.FORWARD] == pytest.approx(-copies_s * scale[Kind.FORWARD])
+    assert saved_s[Kind.BACKWARD] == pytest.approx((attention_s - copies_s) * scale[Kind.BACKWARD])

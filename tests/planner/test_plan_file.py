@@ -74,3 +74,11 @@ def test_a_plan_of_another_model_and_no_plan_at_all_are_refused(tmp_path: Path) 
 def test_an_allowed_edit_is_followed(tmp_path: Path) -> None:
     file = written(tmp_path, edited(lambda t: t.update(weight_slots=4, round_micro_batches=1)))
     assert read_plan(file, SPEC) == replace(PLAN, weight_slots=4, round_micro_batches=1)
+
+
+def test_attention_of_a_block_that_attends_twice_cannot_be_kept(tmp_path: Path) -> None:
+    file = written(tmp_path, edited(lambda t: t["segments"][2].update(activations="keep_attention")))
+    assert read_plan(file, SPEC).blocks[1].activations == "keep_attention"
+    twice = replace(SPEC, attention=tuple(replace(shape, num_calls=2) for shape in SPEC.attention))
+    with pytest.raises(PlanError, match=r"L001 has activations 'keep_attention'.*attends more than once.*'recompute'"):
+        read_plan(file, twice)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatrain.config import RunConfig, resolved
 from megatrain.hardware import Machine
 from megatrain.hardware.described import read_machine
-from megatrain.models.spec import ModelSpec
+from megatrain.models.spec import AttentionShape, ModelSpec
 from megatrain.planner import Question, least_bytes, memory_table, predict, question_of, search
-from megatrain.planner.family import GROUPS, _candidates, cost_s
+from megatrain.planner.family import GROUPS, _candidates, _fillings, cost_s
 from megatrain.planner.prediction import fold
 from megatrain.schedule.plan import validate
 from tests.planner.test_planner import spec_of
@@ -41,12 +41,13 @@ def with_memory(asked: Question, hbm_gib: float, ram_gib: float) -> Question:
     hbm=st.tuples(st.floats(4, 40), st.floats(4, 40)),
     ram=st.tuples(st.floats(6, 40), st.floats(6, 40)),
     rows=st.sampled_from([2, 8, 24]),
+    length=st.sampled_from([1024, 4096]),
     activations=st.sampled_from(["auto", "recompute"]),
 )
 def test_more_memory_never_gives_a_costlier_plan(
-    hbm: tuple[float, float], ram: tuple[float, float], rows: int, activations: str
+    hbm: tuple[float, float], ram: tuple[float, float], rows: int, length: int, activations: str
 ) -> None:
-    asked = question(train_batch_size=rows, activations=activations)
+    asked = question(train_batch_size=rows, max_length=length, activations=activations)
     less, more = with_memory(asked, min(hbm), min(ram)), with_memory(asked, max(hbm), max(ram))
     small, large = search(less), search(more)
     for plan in (small, large):
@@ -104,6 +105,42 @@ def test_the_last_block_that_streams_has_one_slot() -> None:
         found.add(pooled)
         validate(plan)
     assert {1, 2} <= found
+
+
+def test_long_documents_keep_attention_first_and_short_ones_all_of_a_block() -> None:
+    """Seconds for a byte: the attention of a token grows with its document, what it gives does not."""
+    ways = {}
+    for length in (512, 32768):
+        asked = question(max_length=length, micro_batch_tokens=32768, train_batch_size=32 * 32768 // length)
+        plan = search(with_memory(asked, 11, 200))
+        ways[length] = [block.activations for block in plan.blocks]
+        assert memory_table(with_memory(asked, 11, 200), plan).overall == "FITS"
+    assert "keep_attention" in ways[32768]
+    assert "keep_attention" not in ways[512]
+    assert "keep" in ways[512]
+
+
+def test_blocks_that_attend_most_keep_it_first() -> None:
+    """Of full attention and windows, at as many bytes, the full ones; of blocks alike, the last."""
+    shapes = [AttentionShape(16, 128, None if i % 3 == 0 else 1024) for i in range(10)]
+    spec = replace(SMALL, attention=tuple(shapes))
+    asked = question(spec, max_length=32768, micro_batch_tokens=32768, train_batch_size=32)
+    attention, everything = _fillings(asked)
+    order = [index - 1 for index, _ in attention]
+    assert order[:4] == [9, 6, 3, 0]
+    assert order[4:] == sorted(order[4:], reverse=True)
+    assert [index for index, _ in everything] == [*range(10, 0, -1)]
+    with_recompute = question(spec, activations="recompute")
+    assert _fillings(with_recompute) == ([], [])
+
+
+def test_blocks_below_all_that_is_trained_keep_nothing() -> None:
+    segments = [
+        replace(s, tensors=tuple(replace(t, trainable=i >= 6) for t in s.tensors)) for i, s in enumerate(SMALL.segments)
+    ]
+    asked = question(replace(SMALL, segments=tuple(segments)), max_length=32768, micro_batch_tokens=32768)
+    for filling in _fillings(asked):
+        assert {index for index, _ in filling} == {6, 7, 8, 9, 10}
 
 
 def test_the_disk_takes_what_ram_cannot_and_no_more() -> None:

@@ -25,6 +25,7 @@ from tests.schedule.plans import DEVICE, DISK_STATE, DISK_WEIGHTS, OWN_RAM, RESI
         (plan_of([{**STREAMED, **DISK_WEIGHTS}], frozen=["L000"], disk_slots=0), "disk_slots is 0"),
         (plan_of([{**DEVICE, **DISK_STATE}]), "L000 lives on disk and has update 'device'"),
         (plan_of([{**DEVICE, **DISK_WEIGHTS}]), "L000 lives on disk and has update 'device'"),
+        (plan_of(keep_attention=["HEAD"]), "HEAD has activations 'keep_attention'; only blocks attend"),
         (plan_of([{**RESIDENT, **DISK_WEIGHTS}]), "L000 has state 'hbm' and weights_home 'disk'"),
         (plan_of(slots=1), "weight_slots is 1, but 4 segments share"),
         (plan_of([STREAMED], slots=0), "weight_slots is 0, but 1 segments share"),
