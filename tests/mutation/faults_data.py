@@ -105,7 +105,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "            yield i, np.concatenate([front, ids, behind])\n",
             "            yield i, np.concatenate([front, ids])\n",
         ),
-        ("tokens end a byte too late", "return ends - lengths, ends\n", "return ends - lengths, ends + 1\n"),
+        ("tokens end a byte too late", "return (ends - lengths, ends) if", "return (ends - lengths, ends + 1) if"),
     ),
     *of(
         "data/texts.py",
