@@ -61,7 +61,11 @@ def test_what_does_not_fit_ends_with_what_would_and_exit_code_1(capsys: pytest.C
     assert megatrain("plan", DATA / "gpt-oss-120b", "--machine", "24gb-64gb", "save_strategy=no") == 1
     shown = capsys.readouterr().out
     assert "verdict: NO" in shown
-    assert "the smallest budget that would do is memory." in shown.splitlines()[-1]
+    last = shown.splitlines()[-1]
+    assert "; take a GPU that has " in last, "no key makes more of what is all in use"
+    assert "GiB free in a machine with " in last
+    hbm_gib = float(last.split("take a GPU that has ")[1].split(" GiB")[0])
+    assert 24 < hbm_gib < 80, "what the slots take, not all that RAM cannot hold"
 
 
 def test_a_picture_is_drawn(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatrain.config import RunConfig
-from megatrain.config_values import format_size
+from megatrain.config_values import Memory, format_size
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
 from megatrain.hardware.described import likely_rates
@@ -55,13 +55,16 @@ def misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTa
                 fitting.append(_on_disk(disk_bytes, machine))
         remedy = f"; these changes would fit: {', or '.join(fitting)}" if fitting else ""
         all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""
-        way = _more_room(tier, need, machine)
+        way = _more_room(tier, need, machine) or _another_machine(spec, config, machine, need)
         return f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; {way}{remedy}"
     return None
 
 
-def _more_room(tier: Tier, need: int, machine: Machine) -> str:
-    """Where the bytes of `need` can come from: out of a budget, if that many are free; no key makes more of them."""
+def _more_room(tier: Tier, need: int, machine: Machine) -> str | None:
+    """Where the bytes of `need` can come from: out of a budget, if that many are free; no key makes more of them.
+
+    None: the GPU, or the machine, has not so many.
+    """
     free = free_bytes(machine)[tier]
     if need <= free:
         enough = format_size(-(-need // sizes.MIB) * sizes.MIB)
@@ -70,10 +73,29 @@ def _more_room(tier: Tier, need: int, machine: Machine) -> str:
         return f"free {gib(need - free)} more, or choose an output_dir on another disk"
     total = machine.hbm_total_bytes if tier == "hbm" else machine.ram_total_bytes
     if need > total:
-        return f"take a {'GPU' if tier == 'hbm' else 'machine'} that has {gib(need)} free"
+        return None
     if tier == "hbm":
         return f"free {gib(need - free)} more: nvidia-smi shows what else uses the GPU"
     return f"free {gib(need - free)} more: end other programs, or raise the memory limit of the container"
+
+
+def _another_machine(spec: ModelSpec, config: RunConfig, machine: Machine, need: int) -> str:
+    """What to run on instead; `need`: of RAM, on a CPU. On a GPU: as much HBM as slots take, the rest from RAM."""
+    if machine.device == "cpu":
+        return f"take a machine that has {gib(need)} free"
+    unbound = config.model_copy(update={"memory": Memory()})
+
+    def least(tier: Tier, there: Machine) -> int | None:
+        return least_bytes(question_of(spec, unbound, there, likely_rates(there)), tier)
+
+    hbm_bytes = least("hbm", replace(machine, ram_available_bytes=ENDLESS_BYTES, disk_free_bytes=ENDLESS_BYTES))
+    assert hbm_bytes is not None, "RAM and disk are endless"
+    gpu = replace(machine, hbm_free_bytes=max(hbm_bytes, machine.hbm_free_bytes))
+    ram_bytes = least("ram", gpu)
+    parts = [f"a GPU that has {gib(hbm_bytes)} free"] if hbm_bytes > machine.hbm_free_bytes else []
+    if ram_bytes is not None and ram_bytes > machine.ram_available_bytes:
+        parts.append(f"a machine with {gib(ram_bytes)} of RAM available")
+    return f"take {' in '.join(parts) or f'another, with room for {gib(need)}'}"
 
 
 def _on_disk(num_bytes: int, machine: Machine) -> str:
