@@ -63,6 +63,7 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
 def homes(row: Mapping[str, Any]) -> str:
     """The placement of a measured setting in words."""
     words = {"resident": "state in HBM", "device_update": "updated on the GPU", "offload": "inputs in RAM",
+             "keep_attention": "attention kept",
              "state_disk": "state on disk", "weights_disk": "weights on disk"}  # fmt: skip
     found = []
     for key, what in words.items():
