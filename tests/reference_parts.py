@@ -104,7 +104,8 @@ class RouterLoss(NamedTuple):
         """Times the supervised tokens; documents without a label do not count."""
         labelled = {int(d) for d, label in zip(batch.document_ids_T, batch.labels_T, strict=True) if label >= 0}
         counted = torch.tensor([float(int(d) in labelled) for d in batch.document_ids_T], device=logits[0].device)
-        rows = max(1.0, float(counted.sum()) * len(logits))
+        # On the device: a GPU divides by a number of the host as a product with its inverse, which rounds otherwise.
+        rows = (counted.sum() * len(logits)).clamp(min=1.0)
         share, probability = torch.zeros(2, self.num_experts, device=counted.device)
         for layer in logits:
             p = torch.softmax(layer.float(), dim=-1)
