@@ -99,6 +99,17 @@ def test_what_is_kept_is_not_computed_again(placement: Placement, passes: int, m
     assert len(cuts) == passes * num_micro_batches * len(spec_of("llama").blocks)
 
 
+def test_nothing_of_a_step_stays_behind_in_the_template() -> None:
+    """A view of a place would keep the whole arena alive, and what attention gave a micro-batch's worth of memory."""
+    config = tiny_config("llama")
+    run = Streamed(config, tiny_masters(spec_of("llama")), TOKENS, precision="fp32", placement=KEPT)
+    run.train(STEPS[:1], HYPERS[:1])
+    exchange = run.template._exchange
+    assert exchange.lent is None
+    assert exchange.given == []
+    run.close()
+
+
 def test_the_backward_uses_what_lies_in_its_place() -> None:
     """A changed place changes the result: nothing else is looked at."""
     config = tiny_config("llama")

@@ -57,6 +57,7 @@ def _call_block(
     """
     exchange.lent = lent
     out = functional_call(layer, w, (h, *call.args), call.kwargs)
+    exchange.lent = None
     logits, attended = tuple(heard), tuple(exchange.given)
     heard.clear()
     exchange.given.clear()
