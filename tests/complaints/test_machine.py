@@ -51,7 +51,9 @@ def test_deepspeed_4239_killed_without_a_message(
     before = peak_rss_bytes()
     assert run_megatrain("train", config) == 2
     shown = capsys.readouterr()
-    assert "memory.ram" in shown.err
+    assert "of ram, the budget is 1.00 MiB (all that is free)" in shown.err
+    assert "memory.ram" not in shown.err, "no key makes more of it"
+    assert "end other programs, or raise the memory limit of the container" in shown.err
     assert "Traceback" not in shown.err
     assert not (config.parent / "run").exists()
     assert peak_rss_bytes() - before < 256 * MIB
