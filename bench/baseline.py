@@ -45,15 +45,22 @@ class PlainStep:
         self.params = list(self.model.parameters())
         # fp32: the parameter is its own master
         self.masters = [p.detach().float() for p in self.params] if dtype == torch.bfloat16 else self.params
+        self.sums = {}
         for param, master in zip(self.params, self.masters, strict=True):
-            param.grad_dtype = torch.float32
-            param.grad = torch.zeros_like(master)
-            master.grad = param.grad
+            master.grad = self.sums[param] = torch.zeros_like(master)
+            if master is not param:
+                param.register_post_accumulate_grad_hook(self._add)
         self.head_w = {"norm.weight": self.model.model.norm.weight, "lm_head.weight": self.model.lm_head.weight}
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=hyper.learning_rate, betas=(hyper.beta1, hyper.beta2), eps=hyper.epsilon,
             weight_decay=hyper.weight_decay, fused=True,
         )  # fmt: skip
+
+    def _add(self, param: Tensor) -> None:
+        """Add a gradient in fp32. Between backward passes a parameter has none: a compiled graph would break at one of
+        another dtype than its parameter's."""
+        self.sums[param].add_(param.grad)
+        param.grad = None
 
     def step(self, batches: Sequence[TokenBatch], num_supervised: int) -> None:
         """One optimizer step over `batches`."""
@@ -64,7 +71,7 @@ class PlainStep:
         with torch.no_grad():
             if self.masters is not self.params:
                 torch._foreach_copy_(self.params, self.masters)
-            torch._foreach_zero_([p.grad for p in self.params])
+            torch._foreach_zero_(list(self.sums.values()))
 
     def _micro_batch(self, batch: TokenBatch, inv_denominator: float) -> None:
         with torch.no_grad():
@@ -74,7 +81,7 @@ class PlainStep:
         for index, weights in enumerate(self.layers):
             h = self._layer(index, weights, h, calls)
         leaf = h.detach()
-        grads = {name: p.grad for name, p in self.head_w.items()}
+        grads = {name: self.sums[p] for name, p in self.head_w.items()}
         plain = {name: p.detach() for name, p in self.head_w.items()}
         _, dh = head_backward(self.template, plain, grads, leaf, batch.labels_T, inv_denominator, self.chunk_tokens)
         h.backward(dh)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ class Exchange:
     """Between the attentions of one model and who runs its layers, one layer at a time."""
 
     lent: Attended | None = None  # what the coming attention is to give again; None: it attends
-    given: list[Attended] = field(default_factory=list)  # what attentions gave, without gradient
+    given: list[Attended] | None = None  # where attentions leave copies of what they gave; None: they leave nothing
 
 
 _EXCHANGE = "attention_exchange"  # attribute of an attention module
@@ -176,8 +176,10 @@ def _hf_attention(
         scale=query.shape[3] ** -0.5 if scaling is None else float(scaling), window=sliding_window or 0,
         softcap=softcap or 0.0, deterministic=deterministic, lent=None if exchange is None else exchange.lent,
     )  # fmt: skip
-    if exchange is not None:
-        exchange.given.append(Attended(*(x.detach() for x in attended)))
+    if exchange is not None and exchange.given is not None:
+        # Copies: where a compiled graph breaks around an attention, torch 2.13 gives a view of out as one result and
+        # its alias without a gradient as another, and the first loses its gradient: attention was not trained at all.
+        exchange.given.append(Attended(*(x.detach().clone() for x in attended)))
     return attended.out_1THE, None
 
 

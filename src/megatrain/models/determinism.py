@@ -17,8 +17,8 @@ def repeat_bits(wanted: bool) -> None:
     """Make sums of the framework on a GPU repeat bit for bit in this process, or let them come in any order.
 
     Call it before the first product on the GPU: cuBLAS reads its setting once. What matters to models is `index_add`,
-    which mixtures of experts of some families sum more than two experts' rows with: without this, in any order. A kernel
-    that has no repeatable form still runs, and the framework warns of it by name.
+    by which some families sum the rows of more than two experts: without this, in any order. A kernel that has no
+    repeatable form still runs, and the framework warns of it by name.
     """
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     # Only to find reads of memory that nothing wrote; it costs a pass over every new tensor.

@@ -40,7 +40,7 @@ class BlockOutput(NamedTuple):
 
     h: Tensor
     sums: Sequence[RouterSums]
-    attended: Sequence[Attended]  # one, or none where the spec says that it cannot be kept
+    attended: Sequence[Attended]  # copies, if they were asked for; none where the spec says that it cannot be kept
 
     def edges(self) -> list[Tensor]:
         """What a gradient comes back to: the hidden state first."""
@@ -49,18 +49,17 @@ class BlockOutput(NamedTuple):
 
 def _call_block(
     layer: nn.Module, w: dict[str, Tensor], h: Tensor, call: LayerCall, heard: list[Tensor],
-    exchange: Exchange, lent: Attended | None,
+    exchange: Exchange, lent: Attended | None, keeps: bool,
 ) -> tuple[Any, tuple[Tensor, ...], tuple[Attended, ...]]:  # fmt: skip
     """The layer's result, the logits that its routers let be heard, and what its attention gave.
 
-    `lent`: what its attention is to give again; None: it attends.
+    `lent`: what its attention is to give again; None: it attends. `keeps`: what it gave is asked for.
     """
-    exchange.lent = lent
+    exchange.lent, exchange.given = lent, [] if keeps else None
     out = functional_call(layer, w, (h, *call.args), call.kwargs)
-    exchange.lent = None
-    logits, attended = tuple(heard), tuple(exchange.given)
+    logits, attended = tuple(heard), tuple(exchange.given or ())
+    exchange.lent = exchange.given = None
     heard.clear()
-    exchange.given.clear()
     return out, logits, attended
 
 
@@ -147,7 +146,7 @@ class ModelTemplate:
         """
         torch._inductor.config.emulate_precision_casts = True
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch._dynamo.config.recompile_limit = 16  # the usual 8, for layers that attend and layers that are lent it
+        torch._dynamo.config.recompile_limit = 24  # the usual 8, for layers that attend, that keep, that are lent
         self._call_block = torch.compile(_call_block, dynamic=False)
 
     def embed(self, w: Weights, batch: TokenBatch, key: int | None = None) -> tuple[Tensor, LayerCalls]:
@@ -190,11 +189,12 @@ class ModelTemplate:
         return {"full_attention": ids, "chunked_attention": chunks}
 
     def apply_block(
-        self, index: int, w: Weights, h: Tensor, calls: LayerCalls, lent: Attended | None = None
+        self, index: int, w: Weights, h: Tensor, calls: LayerCalls, lent: Attended | None = None, keeps: bool = False
     ) -> BlockOutput:
         """Block `index`'s output, differentiable in `h` and in the `w` that require grad. Tallies nothing.
 
-        `lent`: what its attention gave for the same input, which is then not computed again.
+        `lent`: what its attention gave for the same input, which is then not computed again. `keeps`: the output holds
+        a copy of what it gives.
         """
         layer, call = self._layers[index], calls[index]
         self._packing.lengths_tokens = call.lengths_tokens
@@ -202,7 +202,7 @@ class ModelTemplate:
             layer.train(call.dice is not None)
         with thrown(call.dice, self.device):
             out, logits, attended = self._call_block(
-                layer, dict(w), h, LayerCall(call.args, call.kwargs), self._heard, self._exchange, lent
+                layer, dict(w), h, LayerCall(call.args, call.kwargs), self._heard, self._exchange, lent, keeps
             )
         if self._others is not None and isinstance(out, tuple) and not any(value is not None for value in out[1:]):
             out = out[0]
@@ -224,7 +224,8 @@ class ModelTemplate:
         """
         names = self.trainable(self.spec.blocks[index])
         with torch.enable_grad():
-            out = self.apply_block(index, leaves_of(w, names), h.detach().requires_grad_(), calls)
+            keeps, source = attended is not None, h.detach().requires_grad_()
+            out = self.apply_block(index, leaves_of(w, names), source, calls, keeps=keeps)
         note(calls[index], out)
         if attended is not None:
             (given,) = out.attended
