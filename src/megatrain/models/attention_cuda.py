@@ -163,8 +163,8 @@ def _suits_cudnn(
 def _aligned(x_1HTD: Tensor) -> Tensor:
     """x, or a copy of it, with rows of neighbours in memory that start at multiples of 16 bytes.
 
-    Copies are for odd head sizes and slices. TMA wants it, and loads from other addresses gave wrong scores that differed
-    from run to run: values sliced at byte 24 of heads of 28, 128 x 128 tiles, Triton 3.6 on an H200.
+    Copies are for odd head sizes and slices. TMA wants it, and loads from other addresses gave wrong scores, other ones
+    in every run: values sliced at byte 24 of heads of 28, 128 x 128 tiles, Triton 3.6 on an H200.
     """
     if x_1HTD.stride(3) == 1 and _suits_tma(x_1HTD):
         return x_1HTD
