@@ -14,7 +14,8 @@ from megatrain.hardware import Machine
 from megatrain.hardware.described import read_machine
 from megatrain.models.spec import AttentionShape, ModelSpec
 from megatrain.planner import Question, least_bytes, memory_table, predict, question_of, search
-from megatrain.planner.family import GROUPS, _candidates, _fillings, cost_s
+from megatrain.planner.family import GROUPS, _candidates, _fillings, _in_passes, _streamed, _with_residents, cost_s
+from megatrain.planner.floor import Floor
 from megatrain.planner.prediction import fold
 from megatrain.schedule.plan import validate
 from tests.planner.test_planner import spec_of
@@ -174,15 +175,40 @@ def test_gradients_that_differ_from_run_to_run_are_not_computed_twice() -> None:
     assert search(with_memory(asked, 6, 10)).clip_mode == "deferred"
 
 
-@pytest.mark.parametrize(("rows", "hbm_gib", "ram_gib"), [(2, 8, 20), (8, 5.5, 9), (24, 10, 30)])
-def test_no_plan_costs_less_than_the_floor_that_may_leave_it_out(rows: int, hbm_gib: float, ram_gib: float) -> None:
-    asked = with_memory(
-        question(spec_of(6, 2048, tied=False, vocab_size=50_000), train_batch_size=rows), hbm_gib, ram_gib
-    )
+def with_frozen(spec: ModelSpec, count: int) -> ModelSpec:
+    """`spec` with nothing to train in its first `count` segments."""
+    still = [
+        replace(segment, tensors=tuple(replace(tensor, trainable=False) for tensor in segment.tensors))
+        for segment in spec.segments[:count]
+    ]
+    return replace(spec, segments=(*still, *spec.segments[count:]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "hbm_gib", "ram_gib", "frozen"),
+    [(2, 8, 20, 0), (8, 5.5, 9, 0), (24, 10, 30, 0), (8, 12, 9, 5), (24, 10, 30, 3)],
+)
+def test_no_plan_costs_less_than_the_floor_that_may_leave_it_out(
+    rows: int, hbm_gib: float, ram_gib: float, frozen: int
+) -> None:
+    spec = with_frozen(spec_of(6, 2048, tied=False, vocab_size=50_000), frozen)
+    asked = with_memory(question(spec, train_batch_size=rows), hbm_gib, ram_gib)
     candidates = list(_candidates(asked))
     assert len(candidates) > 3
     for candidate in candidates:
         assert candidate.floor_s <= cost_s(asked, candidate.plan) * (1 + 1e-9), candidate.plan
+
+
+def test_the_floor_counts_no_way_home_of_a_gradient_that_is_used_up_on_the_device() -> None:
+    """In two passes a block whose state is in HBM shares a gradient slot and still drains nothing: with all blocks but
+    one like that, what is drained is that one's."""
+    slow_link = replace(H200.rates, d2h_Bps=1e9, link_both_Bps=1e12)
+    asked = question(train_batch_size=2, clip_mode="two-pass")
+    asked = replace(asked, work=replace(asked.work, rates=slow_link))
+    plan = _with_residents(_in_passes(_streamed(asked, 1, "recompute"), "two-pass"), 11)
+    drained = [block for block in plan.blocks if not block.updates_on_device]
+    assert (len(plan.blocks), len(drained)) == (10, 1)
+    assert Floor(asked)(plan) <= predict(asked.work, plan).step_s
 
 
 def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:

@@ -26,7 +26,8 @@ class Floor:
 
     def __call__(self, plan: Plan) -> float:
         rates, shapes = self._work.rates, self._work.shapes
-        passes = [self._passes_s(segment) for segment in plan.segments]
+        lowest = plan.lowest_trainable
+        passes = [self._passes_s(segment, index >= lowest) for index, segment in enumerate(plan.segments)]
         forward = [forward_s for forward_s, _, _ in passes]
         backward_s = sum(backward for _, backward, _ in passes)
         (link_s, beside_s), disk_s = self._link_s(plan), self._disk_s(plan)
@@ -43,17 +44,20 @@ class Floor:
         return floor_s + rates.step_s + BESIDE_SHARE * (beside_s + host_s + disk_s)
 
     def _link_s(self, plan: Plan) -> tuple[float, float]:
-        """What the link must carry: (the least that takes, the work of its lanes). Weights twice a round, but for what
-        the slots hold at its turns; sums of shared slots home, and back for every round but the first; inputs that wait
-        in RAM, both ways."""
+        """What the link must carry: (the least that takes, the work of its lanes). Weights once a round for each
+        direction that visits them, but for what the slots hold at its turns; sums of shared slots home, but for those
+        used up on the device, and back for every round but the first; inputs that wait in RAM, both ways."""
         shapes, rates = self._work.shapes, self._work.rates
         num_rounds = len(rounds(self._num_micro_batches, plan.round_micro_batches))
-        weights = sorted(sizes.weights_bytes(shapes, s.name) for s in plan.blocks if s.weights == "pool")
-        travel = sum(weights[: max(0, len(weights) - plan.weight_slots)])
-        grads = [sizes.gradient_bytes(shapes, s.name) for s in plan.blocks if s.trainable and s.grads == "pool"]
-        sums = sum(grads) if len(grads) > plan.grad_slots else 0
+        travel = 0
+        for visited in (plan.blocks, plan.segments[max(1, plan.lowest_trainable) : -1]):
+            weights = sorted(sizes.weights_bytes(shapes, s.name) for s in visited if s.weights == "pool")
+            travel += sum(weights[: max(0, len(weights) - plan.weight_slots)])
+        shared = [s for s in plan.blocks if s.trainable and s.grads == "pool"]
+        drained = [sizes.gradient_bytes(shapes, s.name) for s in shared if not s.updates_on_device]
+        sums = sum(drained) if len(shared) > plan.grad_slots else 0
         inputs = self._num_micro_batches * len(plan.waiting_in_ram) * sizes.one_boundary_bytes(shapes)
-        h2d_bytes = num_rounds * 2 * travel + (num_rounds - 1) * sums + inputs
+        h2d_bytes = num_rounds * travel + (num_rounds - 1) * sums + inputs
         d2h_bytes = num_rounds * sums + inputs
         h2d_s, d2h_s = h2d_bytes / rates.h2d_Bps, d2h_bytes / rates.d2h_Bps
         return max(h2d_s, d2h_s, (h2d_bytes + d2h_bytes) / rates.link_both_Bps), h2d_s + d2h_s
@@ -67,10 +71,11 @@ class Floor:
         )
         return sum(num_bytes / (Bps or UNKNOWN_DISK_Bps) for Bps in (rates.disk_read_Bps, rates.disk_write_Bps))
 
-    def _passes_s(self, segment: SegmentPlan) -> tuple[float, float, float]:
-        """(forward, backward, sums and update on the device) of a segment over all micro-batches."""
+    def _passes_s(self, segment: SegmentPlan, comes_back: bool) -> tuple[float, float, float]:
+        """(forward, backward, sums and update on the device) of a segment over all micro-batches. `comes_back`: the
+        backward pass reaches it; below the lowest trainable segment nothing is kept and nothing recomputed."""
         grad = (Place("g", segment.name),) if segment.trainable else ()
-        kept = kept_places(segment, 0, 0)
+        kept = kept_places(segment, 0, 0) if comes_back else ()
         rest_s = self._update_s(segment, Lane.COMPUTE) if segment.updates_on_device else 0.0
         rest_s += sum(self._op_s(kind, segment, (), grad) for kind in (Kind.ZERO, Kind.NORM) if segment.trainable)
         if segment.kind == "embed":
@@ -78,7 +83,7 @@ class Floor:
         if segment.kind == "head":
             return 0.0, self._num_micro_batches * self._op_s(Kind.HEAD, segment, (), grad), rest_s
         forward_s = self._op_s(Kind.FORWARD, segment, (), kept)
-        backward_s = self._op_s(Kind.BACKWARD, segment, kept, grad)
+        backward_s = self._op_s(Kind.BACKWARD, segment, kept, grad) if comes_back else 0.0
         return self._num_micro_batches * forward_s, self._num_micro_batches * backward_s, rest_s
 
     def _update_s(self, segment: SegmentPlan, lane: Lane) -> float:
