@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.cli.assemble import planned, template_of
 from megatrain.cli.main import main
+from megatrain.cli.training import work_of
 from megatrain.config import read_config
 from tests.conftest import write_rows
 from tests.families import tiny_config
@@ -212,3 +213,9 @@ def test_a_plan_without_checkpoints_has_none(run_config: Path, capsys: pytest.Ca
     assert "checkpoints (" not in shown
     assert "checkpoint writer" not in shown
     assert "checkpoint: none (save_strategy: no); the model is written at the end" in shown
+
+
+def test_the_work_of_two_passes_is_counted_with_both(run_config: Path) -> None:
+    for mode, backwards in (("deferred", 1), ("two-pass", 2)):
+        run = planned(read_config(run_config, [f"clip_mode={mode}", "train_batch_size=1"]))
+        assert work_of(run).backwards == backwards

@@ -41,6 +41,16 @@ def test_totals() -> None:
     )
 
 
+def test_a_second_backward_does_everything_again_but_attend_where_that_is_kept() -> None:
+    spec = model_spec(tiny_config("llama"))
+    attention = attention_flops(spec, 1, [10, 2])
+    for recomputed in ([False] * 3, [True] * 3):
+        for kept in ((), (1,)):
+            once, twice = (hardware_flops(spec, [10, 2], 4, recomputed, kept, backwards) for backwards in (1, 2))
+            again = train_flops(spec, [10, 2]) + 6 * spec.active_parameters * 4
+            assert twice - once == again - len(kept) * attention
+
+
 def test_chunks_and_values_of_another_size() -> None:
     chunked, mla = model_spec(tiny_config("llama4")), model_spec(tiny_config("deepseek_v3"))
     assert attention_flops(chunked, 0, [20]) == 4 * 4 * 16 * (36 + 36 + 10)  # chunks of 8

@@ -104,6 +104,7 @@ def test_figures_count_real_tokens(tmp_path: Path) -> None:
     assert figures["mfu"] == pytest.approx(train_flops(spec, [3, 4, 5]) / 2.0 / 1e6)
     assert figures["hfu"] > figures["mfu"], "padding is work"
     assert Work(spec, (True,), 1e6).figures(batch, 2.0)["hfu"] > figures["hfu"], "recomputing is work"
+    assert Work(spec, (False,), 1e6, backwards=2).figures(batch, 2.0)["hfu"] == pytest.approx(2 * figures["hfu"])
     assert Work(spec, (True,), None).figures(batch, 2.0)["mfu"] is None
     result = StepResult(math.nan, math.inf, False, "w", 1.0, {"compute": 0.5, "disk": 0.0})
     work = Work(spec, (False,), None)

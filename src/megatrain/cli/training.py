@@ -109,7 +109,8 @@ def work_of(run: Planned) -> Work:
     ways = [block.activations for block in run.plan.blocks]
     attention_kept = frozenset(index for index, way in enumerate(ways) if way == "keep_attention")
     recomputed = tuple(way != "keep" for way in ways)
-    return Work(run.spec, recomputed, matmul_flops_per_s(run.device, dtype), attention_kept)
+    backwards = 1 if run.plan.clip_mode == "deferred" else 2
+    return Work(run.spec, recomputed, matmul_flops_per_s(run.device, dtype), attention_kept, backwards)
 
 
 def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], metrics: Metrics) -> None:

@@ -53,14 +53,17 @@ def hardware_flops(
     padding_tokens: int,
     recomputed: Sequence[bool],
     attention_kept: Collection[int] = (),
+    backwards: int = 1,
 ) -> int:
     """Operations really done in a training step: with padding, and with a second forward of the blocks `recomputed`.
 
     `padding_tokens`: tokens of all padded tails; their attention, inside documents of their own, is left out.
-    `attention_kept`: blocks (from 0) whose second forward does not attend.
+    `attention_kept`: blocks (from 0) whose second forward does not attend. `backwards`: 2 for a step in two passes,
+    whose second one computes the forward of everything again.
     """
     assert len(recomputed) == len(spec.blocks), f"{len(recomputed)} flags for {len(spec.blocks)} blocks"
-    total = train_flops(spec, document_lengths_tokens) + 6 * spec.active_parameters * padding_tokens
+    total = backwards * (train_flops(spec, document_lengths_tokens) + 6 * spec.active_parameters * padding_tokens)
+    total -= (backwards - 1) * sum(attention_flops(spec, i, document_lengths_tokens) for i in attention_kept)
     num_tokens = sum(document_lengths_tokens) + padding_tokens
     for index, again in enumerate(recomputed):
         if again:

@@ -37,13 +37,15 @@ class Work:
     recomputed: tuple[bool, ...]  # one a block
     peak_flops_per_s: float | None
     attention_kept: frozenset[int] = frozenset()  # blocks, from 0, whose recomputation does not attend
+    backwards: int = 1  # 2: a step in two passes
 
     def figures(self, batch: StepBatch, step_s: float) -> dict[str, float | None]:
         """model_tflops (per second, useful work only), and the shares of the peak that useful and all work reach."""
         lengths = document_lengths(batch)
         padding = sum(len(m.input_ids_T) - m.num_tokens for m in batch.micro_batches)
         useful = train_flops(self.spec, lengths) / step_s
-        done = hardware_flops(self.spec, lengths, padding, self.recomputed, self.attention_kept) / step_s
+        how = (self.recomputed, self.attention_kept, self.backwards)
+        done = hardware_flops(self.spec, lengths, padding, *how) / step_s
         peak = self.peak_flops_per_s
         return {
             "model_tflops": round(useful / 1e12, 6),
