@@ -6,6 +6,7 @@ Before and after: the loss on conversations the model has not seen, and its answ
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 ROOT = Path(".demo")
 RUN = ROOT / "run"
 QUESTION = "Hey! How was your weekend?"
+MEGATRAIN = ".venv/bin/megatrain"  # as a reader types it, from the root of the tree
 BARS = "▁▂▃▄▅▆▇█"
 CHART_WIDTH = 60
 
@@ -54,7 +56,19 @@ def report(before: str, after: str, model: Path) -> None:
     print(f"before         {before}")
     print(f"after          {after}")
     print(f"\nthe model      {model}  (transformers and vLLM open it as it is)")
-    print(f"the run        {RUN}  (metrics.jsonl, log.txt, plan.json; go on with: megatrain train demo/config.yaml)")
+    print(f"the run        {RUN}  (metrics.jsonl, log.txt, plan.json)")
+    print(f"talk to it     {MEGATRAIN} chat {RUN}")
+
+
+def exit_code_of(command: list[str]) -> int:
+    """Run `command` to its end. Ctrl-C reaches both processes, and training ends by itself once all is saved: this one
+    waits for it, and is not the one that kills it.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # a handler, not SIG_IGN, which the command would inherit
+    try:
+        return subprocess.run(command, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main() -> None:
@@ -64,9 +78,10 @@ def main() -> None:
     kept = ROOT / "before.txt"
     if not kept.exists():
         kept.write_text(answer(ROOT / "smollm2-135m"), "utf-8")
-    command = [str(Path(sys.executable).with_name("megatrain")), "train", "demo/config.yaml"]
-    ended = subprocess.run(command, check=False).returncode
+    ended = exit_code_of([str(Path(sys.executable).with_name("megatrain")), "train", "demo/config.yaml"])
     if ended:
+        if ended == 128 + signal.SIGINT:
+            print("\nstopped; go on with: make demo")
         raise SystemExit(ended)
     model = RUN / (RUN / "LATEST").read_text("utf-8").strip() / "model"
     report(kept.read_text("utf-8"), answer(model), model)
