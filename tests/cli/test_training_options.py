@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.cli import assemble, training
 from megatrain.cli.assemble import planned, template_of
 from megatrain.cli.main import main
 from megatrain.cli.training import work_of
 from megatrain.config import read_config
+from megatrain.hardware.described import read_machine
 from tests.conftest import write_rows
 from tests.families import tiny_config
 
@@ -219,3 +221,15 @@ def test_the_work_of_two_passes_is_counted_with_both(run_config: Path) -> None:
     for mode, backwards in (("deferred", 1), ("two-pass", 2)):
         run = planned(read_config(run_config, [f"clip_mode={mode}", "train_batch_size=1"]))
         assert work_of(run).backwards == backwards
+
+
+def test_bits_are_held_before_the_first_product_on_a_gpu(run_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS reads its setting once, and the peak is measured before the model is made."""
+    done: list[object] = []
+    monkeypatch.setattr(assemble, "repeat_bits", done.append)
+    monkeypatch.setattr(training, "matmul_flops_per_s", lambda *_: done.append("product") or 1e15)
+    for deterministic in (True, False):
+        words = ["device=auto", f"deterministic={json.dumps(deterministic)}"]
+        work_of(planned(read_config(run_config, words), described=read_machine("h200-125gb")))
+        assert done == [deterministic, "product"]
+        done.clear()

@@ -126,11 +126,16 @@ def _here(config: RunConfig) -> tuple[Machine, Rates]:
     return machine, likely_rates(machine) if measured is None else rates_of(measured)
 
 
-def template_of(run: Planned) -> ModelTemplate:
-    """The model's own layers, without weights; buffers that its folder holds are filled."""
-    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+def hold_bits(run: Planned) -> None:
+    """What `deterministic` asks of the framework's own kernels; before the process's first product on the GPU."""
     if run.device.type == "cuda":
         repeat_bits(run.config.deterministic)
+
+
+def template_of(run: Planned) -> ModelTemplate:
+    """The model's own layers, without weights; buffers that its folder holds are filled."""
+    hold_bits(run)
+    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
     template = ModelTemplate(
         _routed(run.hf_config, run.config),
         run.device,
