@@ -382,7 +382,8 @@ def test_a_copied_run_is_read_where_it_is_now(
         return probe(device, out, ram_bytes)
 
     monkeypatch.setattr(assemble, "probe", probed)
-    for words in (("eval",), ("export", tmp_path / "out"), ("chat", "--prompt", "a", "--max-tokens", "1")):
+    chat = ("chat", "--prompt", "a", "--max-tokens", "1")
+    for words in (("plan",), ("eval",), ("export", tmp_path / "out"), chat):
         assert megatrain(words[0], tmp_path / "copy", *words[1:]) == 0
         assert set(asked) == {tmp_path / "copy"}
 

@@ -151,6 +151,7 @@ def test_rows_are_no_longer_than_the_model_knows_unless_that_is_asked_for(
     assert megatrain("train", run_config, *SHORT) == 0
     assert f"max_length: {positions}\n" in (tmp_path / "run/config.yaml").read_text()
     assert megatrain("plan", tiny_model) == 0
+    assert megatrain("plan", tiny_model, "train_file=rows.jsonl") == 0, "a default gives way to any spelling of its key"
     assert megatrain("init", tmp_path / "new.yaml", "--model", tiny_model) == 0
     assert f"\nmax_length: {positions}\n" in (tmp_path / "new.yaml").read_text()
     capsys.readouterr()

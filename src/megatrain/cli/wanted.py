@@ -8,13 +8,16 @@ from pathlib import Path
 
 from megatrain.cli.named import hub_cache
 from megatrain.config import RunConfig, read_config
+from megatrain.config_run import run_config
+from megatrain.config_spellings import keys_of
 from megatrain.models.hub import fetched_config, hub_name
 
 YAML = (".yaml", ".yml")  # of a config that is not there; not a name on the hub
 
 
 def config_to_plan(target: Path, words: Sequence[str]) -> RunConfig:
-    """The config of a YAML file or a run; of a model folder, a config.json alone, or a hub name, with defaults.
+    """The config of a YAML file; of a run, where it is now; of a model folder, a config.json alone, or a hub name, with
+    defaults.
 
     Of a model on the hub only the config is fetched, and of data nothing.
     """
@@ -26,11 +29,12 @@ def config_to_plan(target: Path, words: Sequence[str]) -> RunConfig:
 
 
 def _config_of(target: Path, words: Sequence[str]) -> RunConfig:
+    given = keys_of(words)
     if (target / "config.yaml").is_file():
-        return read_config(target / "config.yaml", words)
+        elsewhere = "output_dir" in given
+        return read_config(target / "config.yaml", words) if elsewhere else run_config(target, words)
     model = target if target.is_dir() else target.parent if target.name == "config.json" else None
     if model is None and (target.suffix in YAML or hub_name(str(target)) is None):
         return read_config(target, words)
-    given = {word.partition("=")[0] for word in words}
     defaults = [f"model={json.dumps(str(model or target))}", "dataset=none"]
     return read_config(None, [*(word for word in defaults if word.partition("=")[0] not in given), *words])
