@@ -81,6 +81,7 @@ def chosen(run: Planned, price: Price) -> dict[str, object]:
         "predicted_working_bytes": {
             "BACKWARD": sizes.block_working_bytes(run.question.shapes),
             "HEAD": sizes.head_working_bytes(run.question.shapes),
+            "EMBED_BACKWARD": sizes.embedding_working_bytes(run.question.shapes),
             "kept by a FORWARD": max(run.question.shapes.saved_bytes.values()),
         },
     }  # fmt: skip

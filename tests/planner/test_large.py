@@ -180,7 +180,12 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     round_size = plan["round_micro_batches"]
     aside, slots = offloaded(shown)
     backward = T * model.widths * 2 + 4 * T * d * 2 + model.block * 2
-    head = CHUNK * v * 13 + v * d * 2 + 3 * T * d * 2
+    working = {
+        "backward of a block": backward,
+        "head and loss": CHUNK * v * 6 + v * d * 2 + 5 * T * d * 2,
+        "backward of the embedding": 6 * v * d + T * d * 2,
+    }
+    peak = max(working, key=lambda phase: working[phase])
     away = away_from(shown)
     largest = max(parameters(model, [s]) for s in away)
     landing = plan["disk_slots"] * 10 * max((parameters(model, [s]) for s in places["disk"]), default=0)
@@ -195,8 +200,8 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "boundary activations of a round": round_size * (model.blocks + 2 - aside + slots) * T * d * 2,
         "kept attention of a round": round_size * len(attention_kept(shown)) * T * model.attended,
         "block inputs waiting in RAM": round_size * waiting(shown) * T * d * 2,
-        f"working memory ({'backward of a block' if backward > head else 'head and loss'})": max(backward, head),
-        "CUDA libraries": 700 * MIB,
+        f"working memory ({peak})": working[peak],
+        "CUDA libraries": 800 * MIB,
         "weights": 2 * parameters(model, away),
         "optimizer state": 10 * parameters(model, places["ram"]),
         "gradients": 4 * (plan["grad_landing_slots"] * largest if two_passes(shown) else parameters(model, away)),

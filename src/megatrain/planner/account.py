@@ -53,6 +53,7 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
     working = {
         "backward of a block": sizes.block_working_bytes(shapes),
         "head and loss": sizes.head_working_bytes(shapes),
+        "backward of the embedding": sizes.embedding_working_bytes(shapes),
     }
     peak = max(working, key=lambda phase: working[phase])
     own = {s.name: sizes.segment_hbm_bytes(shapes, s) for s in plan.segments}

@@ -40,6 +40,7 @@ def occupancy(
     working = {
         Kind.BACKWARD: sizes.block_working_bytes(question.shapes),
         Kind.HEAD: sizes.head_working_bytes(question.shapes),
+        Kind.EMBED_BACKWARD: sizes.embedding_working_bytes(question.shapes),
     }
     for op, (start_s, end_s) in zip(schedule, times_s, strict=True):
         if op.kind in working:
