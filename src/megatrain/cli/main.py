@@ -8,6 +8,7 @@ signal: a run that has begun saved everything, one that has not left nothing beh
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -370,6 +371,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"; nothing fails for a character
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its old name
+        # The pool grows and shrinks by pages. Else it fills a budget with pieces that fit nothing; every figure of
+        # docs/performance.md was measured so.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     words = sys.argv[1:]
     if OFFLINE in words:
         words = [OFFLINE, *(word for word in words if word != OFFLINE)]
