@@ -29,12 +29,10 @@ def config_to_plan(target: Path, words: Sequence[str]) -> RunConfig:
 
 
 def _config_of(target: Path, words: Sequence[str]) -> RunConfig:
-    given = keys_of(words)
     if (target / "config.yaml").is_file():
-        elsewhere = "output_dir" in given
+        elsewhere = "output_dir" in keys_of(words)
         return read_config(target / "config.yaml", words) if elsewhere else run_config(target, words)
     model = target if target.is_dir() else target.parent if target.name == "config.json" else None
     if model is None and (target.suffix in YAML or hub_name(str(target)) is None):
         return read_config(target, words)
-    defaults = [f"model={json.dumps(str(model or target))}", "dataset=none"]
-    return read_config(None, [*(word for word in defaults if word.partition("=")[0] not in given), *words])
+    return read_config(None, [f"model={json.dumps(str(model or target))}", "dataset=none", *words])  # the last one counts
