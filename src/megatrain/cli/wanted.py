@@ -35,4 +35,5 @@ def _config_of(target: Path, words: Sequence[str]) -> RunConfig:
     model = target if target.is_dir() else target.parent if target.name == "config.json" else None
     if model is None and (target.suffix in YAML or hub_name(str(target)) is None):
         return read_config(target, words)
-    return read_config(None, [f"model={json.dumps(str(model or target))}", "dataset=none", *words])  # the last one counts
+    defaults = [f"model={json.dumps(str(model or target))}", "dataset=none"]
+    return read_config(None, [*defaults, *words])  # of two words for one key the last counts
