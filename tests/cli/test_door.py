@@ -195,7 +195,9 @@ def test_a_run_that_is_done_says_so(run_config: Path, tmp_path: Path, capsys: Ca
     run = tmp_path / "run"
     capsys.readouterr()
     assert megatrain("resume", run) == 0
-    assert "all 2 steps are done; for more, raise max_steps" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "all 2 steps are done; for more, raise max_steps" in shown
+    assert "predicted:" not in shown, "of no steps there is nothing to predict"
     assert megatrain("resume", run, "max_steps=1", "--allow", "max_steps") == 2
     assert "is to have 1 steps, but 2 are done" in sentence(capsys)
     assert "max_steps: 2" in (run / "config.yaml").read_text()

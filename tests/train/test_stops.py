@@ -6,12 +6,17 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from megatrain.cli.main import main
+from megatrain.data import MicroBatch
+from megatrain.models.batch import TokenBatch
+from megatrain.train import loop
+from megatrain.train.loop import token_batches
 from megatrain.train.signals import StopRequest
 
 
@@ -44,11 +49,25 @@ def test_a_signal_finishes_the_step_and_saves(run_config: Path, tmp_path: Path, 
     saved = int(out.rsplit("saved step ", 1)[1].split()[0])
     run = tmp_path / "run"
     assert (run / "LATEST").read_text().strip() == f"checkpoints/step-{saved}"
+    assert out.endswith(f"stopped after step {saved}; go on with: megatrain resume {run}\n")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows) == saved
     allow = ("--allow", "max_steps")
     assert megatrain("resume", run, f"max_steps={saved + 1}", *allow) == 0
     assert (run / f"checkpoints/step-{saved + 1}").is_dir()
+
+
+def test_a_signal_where_nothing_is_ever_saved_promises_no_resume(
+    run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def signalled(micro_batches: Sequence[MicroBatch]) -> list[TokenBatch]:
+        signal.raise_signal(signal.SIGINT)
+        return token_batches(micro_batches)
+
+    monkeypatch.setattr(loop, "token_batches", signalled)
+    words = ("max_steps=100", "save_strategy=no", "eval_steps=null", "eval_dataset=")
+    assert megatrain("train", run_config, *words) == 128 + signal.SIGINT
+    assert capsys.readouterr().out.endswith("stopped after step 1; nothing was saved (save_strategy: no)\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -87,11 +87,12 @@ def train_config(
         ) as metrics:
             announce(run, checkpoint, data_lines(run.config, parts, batches), metrics)
             price = price_of(run.question, run.plan)
-            metrics.say(show.predicted_line(price, num_steps_of(batches) - start_step))
+            if start_step < num_steps_of(batches):
+                metrics.say(show.predicted_line(price, num_steps_of(batches) - start_step))
             outcome = _train_in(folder, run, batches, evaluation, checkpoint, facts, metrics, packages)
             if metrics.usual_step_s is not None:
                 metrics.say(show.measured_line(price, metrics.usual_step_s))
-            return _exit_code(outcome, metrics)
+            return _ended(outcome, folder, metrics)
 
 
 def source_of(config: RunConfig) -> Path:
@@ -227,9 +228,15 @@ def _train_in(
     return outcome
 
 
-def _exit_code(outcome: Outcome, metrics: Metrics) -> int:
-    """0, or 128 + the signal that stopped the run; UserError, with all that is saved said, if it diverged."""
+def _ended(outcome: Outcome, folder: RunFolder, metrics: Metrics) -> int:
+    """Says how a run ended that did not end well. The exit code: 0, or 128 + the signal that stopped it.
+
+    UserError, with all that is saved said, if it diverged.
+    """
     if outcome.signal is not None:
+        saved = bool(saved_steps(folder.path))
+        ways_on = f"go on with: megatrain resume {folder.path}" if saved else "nothing was saved (save_strategy: no)"
+        metrics.say(f"stopped after step {outcome.step}; {ways_on}")
         return 128 + outcome.signal
     if outcome.diverged:
         text = (
