@@ -186,6 +186,18 @@ def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
     assert plan_run(spec, larger, small)[1].overall == "NO", "the nearest change, no further one"
 
 
+def test_rounds_that_two_passes_cannot_have_are_refused_and_never_proposed() -> None:
+    spec, rounds = spec_of(24, 2048), {"round_micro_batches": 2, "train_batch_size": 4, "micro_batch_tokens": 512}
+    with pytest.raises(PlanError, match="takes the 4 micro-batches of a step in one round, but round_m.*is 2"):
+        plan_run(spec, config_of("cuda", clip_mode="two-pass", **rounds), GPU)
+    assert plan_run(spec, config_of("cuda", clip_mode="auto", **rounds), GPU)[0].clip_mode == "deferred"
+    full = replace(GPU, hbm_free_bytes=GIB, ram_available_bytes=4 * GIB, disk_free_bytes=GIB)
+    asked = config_of("cuda", clip_mode="deferred", **rounds)
+    message = str(misfit(spec, asked, full, plan_run(spec, asked, full)[1]))
+    assert "the run needs" in message
+    assert "clip_mode" not in message
+
+
 def test_all_that_is_free_is_no_budget_to_raise() -> None:
     """What is named instead is true: each remedy, tried, fits."""
     spec = spec_of(24, 2048)

@@ -55,7 +55,8 @@ def planned_to_read(config: RunConfig, folder: Path, *, cache_tokens: int = 0) -
 
     `cache_tokens`: tokens whose keys and values will be kept on a GPU besides.
     """
-    changes = {"model": str(folder), "save_strategy": "no", "activations": "recompute", "weight_slots": None}
+    of_training = {"save_strategy": "no", "activations": "recompute", "clip_mode": "auto", "weight_slots": None}
+    changes = {"model": str(folder), **of_training}
     run = planned(config.model_copy(update=changes))
     spec = without_state(run.spec)
     machine = replace(run.machine, hbm_free_bytes=run.machine.hbm_free_bytes - _cache_bytes(run, cache_tokens))

@@ -14,7 +14,7 @@ from megatrain.hardware.rates import Rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import free_bytes, memory_table, question_of
-from megatrain.planner.family import least_bytes, search, smallest
+from megatrain.planner.family import could_fit, least_bytes, search
 from megatrain.planner.sizes import resolved_tokens
 from megatrain.planner.table import TIERS, MemoryTable, gib
 from megatrain.schedule.plan import Plan, Tier
@@ -119,8 +119,7 @@ def _nearest(spec: ModelSpec, values: Sequence[Change], machine: Machine) -> lis
 
 
 def _could_fit(spec: ModelSpec, config: RunConfig, machine: Machine) -> bool:
-    question = question_of(spec, config, machine, likely_rates(machine))
-    return memory_table(question, smallest(question)).overall != "NO"
+    return could_fit(question_of(spec, config, machine, likely_rates(machine)))
 
 
 def _changes(config: RunConfig) -> Iterator[list[Change]]:

@@ -18,6 +18,7 @@ from itertools import groupby, product
 from operator import itemgetter
 from typing import Literal
 
+from megatrain.errors import PlanError
 from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
@@ -108,8 +109,20 @@ def _to_read(question: Question) -> Plan:
 
 def smallest(question: Question) -> Plan:
     """The plan that leaves most room: as few micro-batches a round as allowed, and as many segments in HBM as balance
-    it with RAM."""
-    return min(_small(question), key=lambda plan: memory_table(question, plan).fullest)
+    it with RAM. PlanError if what is asked for is no plan at all."""
+    plans = list(_small(question))
+    if not plans:
+        raise PlanError(
+            f"clip_mode is two-pass, which takes the {question.num_micro_batches} micro-batches of a step in one "
+            f"round, but round_micro_batches is {question.config.round_micro_batches}; leave that out, or set "
+            "clip_mode to deferred"
+        )
+    return min(plans, key=lambda plan: memory_table(question, plan).fullest)
+
+
+def could_fit(question: Question) -> bool:
+    """Whether any plan is within all budgets."""
+    return any(memory_table(question, plan).overall != "NO" for plan in _small(question))
 
 
 def least_bytes(question: Question, tier: Tier) -> int | None:
