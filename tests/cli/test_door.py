@@ -359,6 +359,7 @@ def test_a_full_disk_and_no_memory_anywhere_are_sentences(capsys: Captured, monk
     assert "No space left on device: '/x'; free disk space" in sentence(capsys)
     for number, remedy in (
         (13, "check that you may read and write there"),
+        (12, "end other programs, or raise the memory limit"),
         (5, "check that the file is there and may be"),
     ):
         monkeypatch.setattr("megatrain.cli.main.app", running_out(OSError(number, "it failed", "/x")))

@@ -358,6 +358,8 @@ def _of_system(error: OSError) -> str:
         return f"{what}; free disk space"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{what}; check that you may read and write there"
+    if error.errno == errno.ENOMEM:
+        return f"{what}; end other programs, or raise the memory limit of the container"
     return f"{what}; check that the file is there and may be read and written"
 
 
