@@ -1,12 +1,15 @@
 """Texts are tokenised and masked many at once: each comes out as it does alone."""
 from __future__ import annotations
 
-import numpy as np
-from tokenizers import normalizers
+from typing import Any
 
-from megatrain.data.encode import Encoded, Encoder, TokenBytes
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
+
+from megatrain.data.encode import Encoded, Encoder, TokenBytes, without_post_processor
 from megatrain.data.texts import Text
-from tests.data.tiny_tokenizers import make_byte_tokenizer
+from tests.data.tiny_tokenizers import make_byte_tokenizer, make_word_tokenizer
 
 TEXTS = [
     Text("chat", "hi yes", [3, 6]), Text("chat", "né 日本 \U0001f600!", [1, 2, 6, 8]),
@@ -43,3 +46,42 @@ def test_tokens_must_spell_each_text_and_not_only_all_of_them() -> None:
     assert [bound.tolist() for bound in bounds] == [[0, 1, 2], [1, 2, 3]]
     assert token_bytes.bounds(["a", "bc"], ids, np.array([2, 3])) is None
     assert token_bytes.bounds(["ab", "d"], ids, np.array([2, 3])) is None
+
+
+BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+HOSTILE = ["", " ", "hi yes  no", "HI <|im_end|> yes", "a<tool>  b <TOOL>", "<word>x <word> x", " <odd>\n", "<s><s>hi",
+           "ne\u0301 日本 \U0001f600\r\n\t", "<|im_start|>user\nhi<|im_end|>\n" * 9, "x" * 500]
+
+
+@pytest.mark.parametrize("make", [make_byte_tokenizer, make_word_tokenizer])
+@pytest.mark.parametrize("behind", [None, processors.ByteLevel(trim_offsets=True), BOS,
+                                    processors.Sequence([processors.ByteLevel(trim_offsets=False), BOS])])
+@pytest.mark.parametrize("normalizer", [None, normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])])
+@pytest.mark.parametrize("splits", [True, False])
+def test_without_what_stands_behind_the_model_the_ids_are_the_same(make: Any, behind: Any, normalizer: Any,
+                                                                   splits: bool) -> None:
+    backend: Tokenizer = make().backend_tokenizer
+    backend.post_processor = behind
+    backend.normalizer = normalizer
+    backend.encode_special_tokens = not splits
+    if not splits:
+        backend.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+    backend.add_tokens([AddedToken("<tool>", normalized=True), AddedToken("<word>", single_word=True, rstrip=True)])
+    backend.add_special_tokens([AddedToken("<odd>", lstrip=True, rstrip=True, special=True)])
+    bare = without_post_processor(backend)
+    assert bare is not backend
+    assert bare.post_processor is None
+    assert (backend.post_processor is None) == (behind is None)     # the tokenizer itself stays as it is
+    for found, expected in zip(bare.encode_batch_fast(HOSTILE, add_special_tokens=False),
+                               backend.encode_batch(HOSTILE, add_special_tokens=False), strict=True):
+        assert found.ids == expected.ids
+
+
+def test_a_tokenizer_whose_ids_are_made_behind_its_model_is_used_as_it_is() -> None:
+    tokenizer = make_byte_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
+    assert without_post_processor(backend) is backend
+    encoder = Encoder(tokenizer, max_length=99, truncation="keep_start", assistant_only_loss=True)
+    [(ids, _, _)] = encoded(encoder, [Text("chat", "ab", [0, 2])])
+    assert len(ids) == 4

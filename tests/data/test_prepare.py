@@ -1,6 +1,7 @@
 """From files to a token dataset: every row accounted for, found again by content, never half-written."""
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from importlib import import_module
@@ -211,3 +212,17 @@ def test_preview_shows_what_is_trained(write_rows: Write, options: Options, toke
     assert (shown[1].line, shown[1].num_tokens, shown[1].num_trained) == (2, 24, 4)
     [short] = preview(prepare(options(path), tokenizer), tokenizer, num_rows=1, max_tokens=5)
     assert short.pieces == (("<|im_start|>user\nhi<|im_end|>", False),)
+
+
+def test_what_was_loaded_before_is_no_garbage_meanwhile_and_may_be_afterwards(
+        write_rows: Write, options: Options, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector stops all threads: while a data set is tokenised it does not look at all that is loaded."""
+    frozen = []
+    take = prepare_module._take
+    monkeypatch.setattr(prepare_module, "_take", lambda *args: (frozen.append(gc.get_freeze_count()), take(*args))[1])
+    prepare(options(write_rows([GOOD])), tokenizer)
+    with pytest.raises(DataError, match="none of its 1 rows"):
+        prepare(options(write_rows([3], "bad.jsonl"), format="text"), tokenizer)
+    assert len(frozen) == 2
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0

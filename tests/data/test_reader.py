@@ -4,6 +4,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -91,6 +93,14 @@ def test_nothing_in_the_working_folder_is_imported(write_rows: Any, tmp_path: Pa
     (tmp_path / "json.py").write_text("raise SystemExit(9)\n")
     monkeypatch.chdir(tmp_path)
     assert len(list(texts_from_process(request(write_rows([GOOD])))))
+
+
+def test_it_starts_without_what_only_its_parent_needs() -> None:
+    program = reader.PROGRAM.replace("\nmain()", "\nprint(*sys.modules)")
+    command = [sys.executable, "-P", "-c", program, reader.ROOM, *filter(None, sys.path)]
+    loaded = set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert "megatrain.data.reader" in loaded
+    assert not loaded & {"numpy", "pyarrow", "tokenizers", "transformers", "torch"}
 
 
 LARGE = [   # each asks for a gigabyte or more, in another way

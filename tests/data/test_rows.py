@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
 def test_parquet_without_the_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"")
-    monkeypatch.setattr(rows, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"megatrain\[data\]"):
         lines(path)
 

@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,6 @@ try:
     import zstandard
 except ImportError:
     zstandard = None
-try:
-    import pyarrow
-    import pyarrow.ipc
-    import pyarrow.parquet
-except ImportError:
-    pyarrow = None
 
 MAX_LINE_BYTES = 512 << 20      # a longer line is passed over in pieces, never held
 PIECE_BYTES = 1 << 20
@@ -215,11 +210,14 @@ def _read_csv(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
 
 
 def _read_arrow(path: Path, kind: str) -> Iterator[Row]:
-    if pyarrow is None:
-        raise DataError(f"dataset {path} needs pyarrow; install the extra: pip install 'megatrain[data]'")
+    try:    # here and not above: with numpy, which it loads, it takes twice the time that all else takes to start
+        pyarrow, ipc, parquet = map(import_module, ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"))
+    except ImportError:
+        raise DataError(f"dataset {path} needs pyarrow; install the extra: pip install 'megatrain[data]'") from None
     number = 0
     try:
-        for batch in _arrow_batches(path, kind):
+        batches = _parquet_batches(path, parquet) if kind == ".parquet" else _arrow_batches(path, pyarrow, ipc)
+        for batch in batches:
             for value in batch.to_pylist():
                 number += 1
                 yield _object_row(path, number, value)
@@ -227,19 +225,20 @@ def _read_arrow(path: Path, kind: str) -> Iterator[Row]:
         raise DataError(f"dataset {path} is not a whole {kind[1:]} file ({error}); write it again") from error
 
 
-def _arrow_batches(path: Path, kind: str) -> Iterator[Any]:
-    if kind == ".parquet":
-        with pyarrow.parquet.ParquetFile(path) as table:
-            yield from table.iter_batches(batch_size=ARROW_BATCH_ROWS)
-        return
+def _parquet_batches(path: Path, parquet: Any) -> Iterator[Any]:
+    with parquet.ParquetFile(path) as table:
+        yield from table.iter_batches(batch_size=ARROW_BATCH_ROWS)
+
+
+def _arrow_batches(path: Path, pyarrow: Any, ipc: Any) -> Iterator[Any]:
     with pyarrow.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
             source.seek(0)
-            reader = pyarrow.ipc.open_file(source)
+            reader = ipc.open_file(source)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             source.seek(0)
-            batches = iter(pyarrow.ipc.open_stream(source))
+            batches = iter(ipc.open_stream(source))
         for batch in batches:
             for start in range(0, batch.num_rows, ARROW_BATCH_ROWS):
                 yield batch.slice(start, ARROW_BATCH_ROWS)
