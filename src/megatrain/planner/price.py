@@ -12,7 +12,7 @@ from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
 from megatrain.planner.costs import VisitCosts, content_bytes
 from megatrain.planner.prediction import Prediction, Workload, predict, step_of
-from megatrain.planner.table import gib
+from megatrain.planner.table import figure, gib
 from megatrain.schedule.build import rounds
 from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan
@@ -53,7 +53,7 @@ class Price:
     def lines(self) -> list[str]:
         """The price as text."""
         step_s = self.prediction.step_s
-        speed = f"{self.tokens_per_s:,.0f} tokens/s, {self.model_flops / step_s / 1e12:.0f} model TFLOP/s"
+        speed = f"{self.tokens_per_s:,.0f} tokens/s, {figure(self.model_flops / step_s / 1e12, 0)} model TFLOP/s"
         text = [
             f"checkpoint: {gib(self.checkpoint_bytes)}, {self.checkpoints} on disk at the most"
             if self.checkpoints
@@ -68,13 +68,13 @@ class Price:
         text.append(f"critical path: {self._critical()}")
         if self.step_written_bytes:
             day = f"{self.day_written_bytes / TB:,.1f} TB a day{self._of_rated(self.day_written_bytes)}"
-            text.append(f"written to the disk by each step: {self.step_written_bytes / TB:.3f} TB, {day}")
+            text.append(f"written to the disk by each step: {figure(self.step_written_bytes / TB, 3)} TB, {day}")
         if self.num_steps is None or self.run_s is None or self.run_written_bytes is None:
             text.append("run: set max_steps to see its time and what it writes")
         else:
             long = timedelta(seconds=round(self.run_s))
-            wear = f"{self.run_written_bytes / TB:.2f} TB written to disk{self._of_rated(self.run_written_bytes)}"
-            text.append(f"run: {self.num_steps:,} steps, {long}; {wear}")
+            written = f"{figure(self.run_written_bytes / TB, 2)} TB written to disk"
+            text.append(f"run: {self.num_steps:,} steps, {long}; {written}{self._of_rated(self.run_written_bytes)}")
         return text
 
     def _critical(self) -> str:

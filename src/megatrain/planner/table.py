@@ -68,6 +68,11 @@ class MemoryTable:
         return text
 
 
+def figure(value: float, decimals: int) -> str:
+    """Human number with so many decimals; below 1 with three digits that say something: "0.00456", not "0.00"."""
+    return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
+
+
 def gib(num_bytes: int) -> str:
     """Human size: "1.25 GiB"; exact below a KiB."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
