@@ -125,11 +125,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(
         "models/template.py",
-        PLACED,
+        "tests/engine/test_kept_attention.py -k stays_behind",
         (
-            "what was lent is lent to the next layer too",
-            "exchange.lent = lent\n",
-            "exchange.lent = lent or exchange.lent\n",
+            "what was lent stays with the template",
+            "exchange.lent = exchange.given = None\n",
+            "exchange.given = None\n",
         ),
     ),
     *of(
