@@ -264,9 +264,11 @@ def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, 
     step_s = statistics.median(timing.steps_s)
     keep = args.keep or system.endswith("keep")
     documents = [args.seq] * (args.tokens // args.seq)
-    names = set(args.keep_attention.split(","))
-    attention_kept = [i for i, block in enumerate(spec.blocks) if names & {block.name, "all"}]
-    hardware = hardware_flops(spec, documents, 0, [not keep] * len(spec.blocks), attention_kept)
+    all_kept, attention = (set(vars(args)[place].split(",")) for place in ("keep_blocks", "keep_attention"))
+    recomputed = [not (keep or all_kept & {block.name, "all"}) for block in spec.blocks]
+    attention_kept = [i for i, block in enumerate(spec.blocks) if attention & {block.name, "all"}]
+    backwards = 2 if args.clip_mode == "two-pass" and system.startswith("megatrain") else 1
+    hardware = hardware_flops(spec, documents, 0, recomputed, attention_kept, backwards)
     result = {
         "system": system, "model": args.model, "layers": len(spec.blocks),
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
@@ -278,7 +280,7 @@ def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, 
         "precision": args.precision, "deterministic": True, "aliased": False,
         "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),
         "tokens_per_s": args.tokens / step_s, "model_tflops": train_flops(spec, documents) / step_s / 1e12,
-        "hardware_tflops": None if args.clip_mode == "two-pass" else hardware / step_s / 1e12,
+        "hardware_tflops": hardware / step_s / 1e12,
         "peak_hbm_bytes": timing.peak_hbm_bytes, "peak_ram_bytes": peak_rss_bytes(),
         "lanes": timing.lanes_s, "start_s": timing.start_s,
     }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from bench.placement import make_plan, placed, planned, question
 from bench.presets import PRESETS
-from bench.step import load_config, parse
+from bench.step import Timing, load_config, parse, row
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import memory_table, predict, search
 from megatrain.schedule import Lane
@@ -41,3 +41,19 @@ def test_a_dense_model_of_20b_on_one_h200_keeps_its_disk_busy_nearly_all_the_tim
     made = predict(asked.work, plan)
     work_s = 2 * len(on_disk) * 10 * (6144 * (2 * 6144 + 2 * 1024 + 3 * 16384) / 1.7e9)
     assert made.lanes_s[Lane.COMPUTE] < work_s < made.step_s < 1.12 * work_s
+
+
+def test_all_that_the_gpu_does_is_counted_by_placement() -> None:
+    """Blocks that keep nothing compute their forward twice; a step in two passes goes backward twice."""
+    timing = Timing((1.0,), None, {}, 0.0)
+
+    def tflops(system: str, words: str = "", placement: str = "") -> tuple[object, object]:
+        args = placed(parse(["--model", "llama-3-8b", *words.split()]), placement)
+        found = row(args, model_spec(load_config(args)), system, timing, 1)
+        return found["hardware_tflops"], found["model_tflops"]
+
+    (all_again, useful), (half_again, _) = tflops("megatrain"), tflops("megatrain", placement="keep_blocks=L000-L015")
+    assert tflops("megatrain", placement="keep_blocks=all") == (useful, useful)
+    assert half_again == pytest.approx((all_again + useful) / 2)
+    assert tflops("megatrain", "--clip-mode two-pass")[0] == pytest.approx(all_again + useful)
+    assert tflops("plain", "--clip-mode two-pass") == tflops("plain"), "a plain loop keeps its gradients"
