@@ -190,6 +190,18 @@ def test_weights_that_do_not_fit_are_found_before_data_are_tokenised(
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_model_named_from_here_is_still_there_when_a_run_goes_on(
+    run_config: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(base.parent)
+    assert megatrain("train", run_config, *SHORT, f"model={base.name}") == 0
+    capsys.readouterr()
+    assert megatrain("train", run_config, *SHORT, f"model={base.name}") == 0
+    shown = capsys.readouterr().out
+    assert "going on after step 2" in shown
+    assert "is not there any more" not in shown
+
+
 def test_a_run_that_is_done_says_so(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
     assert megatrain("train", run_config, *SHORT) == 0
     run = tmp_path / "run"

@@ -99,7 +99,9 @@ def source_of(config: RunConfig) -> Path:
     """Where the model's config and tokenizer are: its folder, or, if that is gone, the run's newest checkpoint."""
     model, out = Path(config.model), Path(config.output_dir)
     steps = saved_steps(out)
-    if (model / "config.json").is_file() or not steps:
+    if (model / "config.json").is_file():
+        return model.absolute()  # as a resolved config has it
+    if not steps:
         return model
     return out.absolute() / "checkpoints" / f"step-{steps[-1]}" / "model"
 
