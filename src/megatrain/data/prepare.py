@@ -109,20 +109,21 @@ def _write(options: DataOptions, tokenizer: PreTrainedTokenizerBase, files: tupl
     names = list(dict.fromkeys(map(str, files)))
     request = Request(tuple(map(str, files)), options.format, options.assistant_only_loss, options.train_roles,
                       source_of(tokenizer))
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
-    token_dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-    with _loaded_is_no_garbage(), TokenWriter(options.cache_dir, key, token_dtype) as writer:
-        account = _Account(writer, names)
-        row_format, warnings = None, ()
-        with closing(texts_from_process(request)) as batches, ThreadPoolExecutor(ENCODING_THREADS) as pool:
-            first = pool.submit(list, islice(batches, 1))       # the process starts while the tokenizer is looked at
-            encoder = Encoder(tokenizer, max_length=options.max_length, truncation=options.truncation,
-                              assistant_only_loss=options.assistant_only_loss)
+    with (_loaded_is_no_garbage(), closing(texts_from_process(request)) as batches,
+          ThreadPoolExecutor(ENCODING_THREADS) as pool):
+        first = pool.submit(list, islice(batches, 1))       # the process starts while the tokenizer is looked at
+        encoder = Encoder(tokenizer, max_length=options.max_length, truncation=options.truncation,
+                          assistant_only_loss=options.assistant_only_loss)
+        vocabulary = max(tokenizer.get_vocab().values()) + 1
+        token_dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+        with TokenWriter(options.cache_dir, key, token_dtype) as writer:
+            account = _Account(writer, names)
+            row_format, warnings = None, ()
             for batch, results in _encoded(chain(first.result(), batches), encoder, pool):
                 row_format, warnings = batch.format, batch.warnings
                 _take(batch, results, writer, account)
-        report = _report(options, row_format, writer, account, (*warnings, *_endless(row_format, tokenizer)))
-        writer.commit(report, is_documents=row_format == "text", pad_id=_pad_id(tokenizer), files=names)
+            report = _report(options, row_format, writer, account, (*warnings, *_endless(row_format, tokenizer)))
+            writer.commit(report, is_documents=row_format == "text", pad_id=_pad_id(tokenizer), files=names)
 
 
 def _endless(row_format: Format | None, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
