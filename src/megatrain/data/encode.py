@@ -148,7 +148,7 @@ class Encoder:
 
 def without_post_processor(backend: Tokenizer) -> Tokenizer:
     """The tokenizer with nothing behind its model, for calls without special tokens and offsets, where that changes no
-    id and takes time (0.02 of it for SmolLM2's); the model is shared. The tokenizer itself where it cannot be remade."""
+    id and takes time (0.02 of it with SmolLM2); the model is shared. The tokenizer itself where it cannot be remade."""
     bare = Tokenizer(backend.model)
     if backend.normalizer is not None:
         bare.normalizer = backend.normalizer
