@@ -5,30 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bench.step import HYPER, random_batches, randomise, synchronize, used_hbm_bytes
+from bench.step import HYPER, random_batches, randomise, supervised_of, used_hbm_bytes
+from bench.timing import Pace, timed
 from megatrain.cli.assemble import Planned, engine_of, store_of
 from megatrain.engine import Engine
 from megatrain.memory import cap_device_memory, peak_rss_bytes, reset_peak_rss
 from megatrain.models.batch import TokenBatch
 from megatrain.schedule.ops import Kind, Op
-
-LEAST_STEPS = 2  # warm, and timed, however long one takes
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long a setting is run."""
-
-    warm_s: float
-    steps: int
-    most_s: float  # of timed steps, but for LEAST_STEPS of them
 
 
 @dataclass(frozen=True)
@@ -108,25 +98,6 @@ def fresh() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def timed(step: Callable[[], object], pace: Pace, first: Callable[[], None]) -> tuple[float, ...]:
-    """Seconds of steps behind a warm-up; `first` is called behind the first step of all."""
-    step()
-    synchronize()
-    first()
-    started, warm = time.perf_counter(), 1
-    while warm < LEAST_STEPS or time.perf_counter() - started < pace.warm_s:
-        step()
-        warm += 1
-    synchronize()
-    steps_s: list[float] = []
-    while len(steps_s) < LEAST_STEPS or (len(steps_s) < pace.steps and sum(steps_s) < pace.most_s):
-        before = time.perf_counter()
-        step()
-        synchronize()
-        steps_s.append(time.perf_counter() - before)
-    return tuple(steps_s)
-
-
 def play(run: Planned, pace: Pace) -> Run:
     """Run a planned setting."""
     started = time.perf_counter()
@@ -194,8 +165,3 @@ def batches_of(run: Planned) -> list[TokenBatch]:
     assert tokens is not None, "planned resolves the config"
     count = run.question.num_micro_batches
     return random_batches(run.spec.vocab_size, tokens, run.config.max_length, count, run.device)
-
-
-def supervised_of(batches: Sequence[TokenBatch]) -> int:
-    """Tokens with a label."""
-    return int(sum((batch.labels_T != -100).sum().item() for batch in batches))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from bench.baseline import PlainStep
 from bench.placement import COUNTS, PLACES, PLANNED, make_plan, placed, planned
 from bench.presets import PRESETS
 from bench.results import machine, record
+from bench.timing import Pace, timed
 from megatrain.engine import Engine, Numerics
 from megatrain.engine.trace import Trace
 from megatrain.memory import cap_device_memory, peak_rss_bytes
@@ -54,26 +56,19 @@ class Timing:
 
 
 def measure(step: Callable[[], dict[str, float]], warm_s: float, steps: int) -> Timing:
-    """Run `step` for at least `warm_s` seconds (the chip throttles in its first), then time `steps` of it."""
-    started = time.perf_counter()
-    step()
-    start_s = time.perf_counter() - started
-    while time.perf_counter() - started < warm_s + start_s:
-        step()
-    synchronize()
-    steps_s, lanes = [], {}
-    for _ in range(steps):
-        before = time.perf_counter()
-        lanes = step()
-        synchronize()
-        steps_s.append(time.perf_counter() - before)
-    return Timing(tuple(steps_s), used_hbm_bytes(), lanes, start_s)
+    """Run `step` once and for at least `warm_s` seconds more, then time `steps` of it."""
+    started, start_s, lanes_s = time.perf_counter(), 0.0, dict[str, float]()
 
+    def noted() -> None:
+        nonlocal lanes_s
+        lanes_s = step()
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    def first() -> None:
+        nonlocal start_s
+        start_s = time.perf_counter() - started
+
+    steps_s = timed(noted, Pace(warm_s, steps, math.inf, least=1), first)
+    return Timing(steps_s, used_hbm_bytes(), lanes_s, start_s)
 
 
 def used_hbm_bytes() -> int | None:
@@ -98,6 +93,11 @@ def random_batches(vocab: int, tokens: int, sequence: int, count: int, device: t
     return batches
 
 
+def supervised_of(batches: Sequence[TokenBatch]) -> int:
+    """Tokens with a label."""
+    return int(sum((batch.labels_T != -100).sum().item() for batch in batches))
+
+
 def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch]) -> Timing:
     """The engine over random weights."""
     device, dtype = torch.device(args.device), compute_dtype(args)
@@ -114,7 +114,7 @@ def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: S
     print(f"store: {time.perf_counter() - before:.1f} s", flush=True)
     numerics = Numerics(args.micro_batch_tokens, args.loss_chunk, 1.0)
     engine = Engine(template, store, plan, numerics, device, optimizer_threads=args.threads)
-    supervised = int(sum((b.labels_T != -100).sum().item() for b in batches))
+    supervised = supervised_of(batches)
 
     def step() -> dict[str, float]:
         lanes_s = engine.train_step(batches, supervised, HYPER).lanes_s
@@ -158,7 +158,7 @@ def run_plain(config: PretrainedConfig, args: argparse.Namespace, batches: Seque
         config, HYPER, torch.device(args.device), compute_dtype(args), loss_chunk_tokens=args.loss_chunk, keep=keep,
         compiled=not args.eager,
     )  # fmt: skip
-    supervised = int(sum((b.labels_T != -100).sum().item() for b in batches))
+    supervised = supervised_of(batches)
 
     def step() -> dict[str, float]:
         plain.step(batches, supervised)

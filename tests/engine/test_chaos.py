@@ -7,7 +7,6 @@ A seed decides everything. To play one again: MEGATRAIN_CHAOS_SEEDS=417 pytest t
 from __future__ import annotations
 
 import functools
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -26,10 +25,12 @@ from megatrain.optim import AdamW, spec
 from megatrain.schedule import Lane, Plan
 from megatrain.schedule.plan import validate
 from tests import reference
+from tests.engine.replayed import seeds_asked
 from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, make_plan, same_bytes
 from tests.families import tiny_batch, tiny_config, tiny_masters
 
 TOKENS, STEPS, DECAY = 24, 3, 0.9
+ASKED = seeds_asked("MEGATRAIN_CHAOS_SEEDS")
 POISON = 95  # a token whose embedding is Inf: a step that reads it is not finite
 HYPERS = [AdamW(1e-2 / (k + 1), 0.9, 0.95, 1e-8, 0.1) for k in range(STEPS)]
 MODELS = {  # name -> (family, patterns of frozen tensors, the step that is not finite)
@@ -184,23 +185,18 @@ def told_all(seeds: range) -> None:
         assert not found, f"{found[:5]}\nreplay: MEGATRAIN_CHAOS_SEEDS={seed} pytest {__file__}\n{story(seed)}"
 
 
-def asked_for() -> range:
-    first, _, last = os.environ.get("MEGATRAIN_CHAOS_SEEDS", "").partition("-")
-    return range(int(first), int(last or first) + 1) if first else range(0)
-
-
-@pytest.mark.skipif(not asked_for(), reason="plays MEGATRAIN_CHAOS_SEEDS again")
+@pytest.mark.skipif(not ASKED, reason="plays MEGATRAIN_CHAOS_SEEDS again")
 def test_replay() -> None:
-    told_all(asked_for())
+    told_all(ASKED)
 
 
-@pytest.mark.skipif(bool(asked_for()), reason="MEGATRAIN_CHAOS_SEEDS is played instead")
+@pytest.mark.skipif(bool(ASKED), reason="MEGATRAIN_CHAOS_SEEDS is played instead")
 def test_any_story_ends_with_the_plain_loops_bits() -> None:
     told_all(range(NUM_FAST))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(asked_for()), reason="MEGATRAIN_CHAOS_SEEDS is played instead")
+@pytest.mark.skipif(bool(ASKED), reason="MEGATRAIN_CHAOS_SEEDS is played instead")
 @pytest.mark.parametrize("first", range(NUM_FAST, NUM_FAST + NUM_SLOW, PER_TEST))
 def test_a_thousand_stories(first: int) -> None:
     told_all(range(first, first + PER_TEST))

@@ -27,11 +27,13 @@ from megatrain.models.spec_of import model_spec
 from megatrain.planner import memory_table, question_of, sizes
 from megatrain.schedule.plan import Plan
 from tests.engine.random_plans import Following, random_plan
+from tests.engine.replayed import seeds_asked
 from tests.engine.streamed import same_bytes
 from tests.engine.test_chaos import HYPERS, MODELS, STEPS, TOKENS, plain, setting
 from tests.families import tiny_batch, tiny_config, tiny_masters
 
 NUM_FAST, NUM_SLOW, PER_TEST = 10, 240, 40
+ASKED = seeds_asked("MEGATRAIN_PLAN_SEEDS")
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).parents[2]
 
@@ -71,14 +73,9 @@ def play(seeds: range) -> None:
         assert not found, f"{found[:5]}\nreplay: MEGATRAIN_PLAN_SEEDS={seed} pytest {__file__}\n{played(seed)}"
 
 
-def asked_for() -> range:
-    first, _, last = os.environ.get("MEGATRAIN_PLAN_SEEDS", "").partition("-")
-    return range(int(first), int(last or first) + 1) if first else range(0)
-
-
-@pytest.mark.skipif(not asked_for(), reason="plays MEGATRAIN_PLAN_SEEDS again")
+@pytest.mark.skipif(not ASKED, reason="plays MEGATRAIN_PLAN_SEEDS again")
 def test_replay() -> None:
-    play(asked_for())
+    play(ASKED)
 
 
 def test_a_random_plan_gives_the_plain_loops_bits() -> None:

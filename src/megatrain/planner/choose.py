@@ -67,8 +67,7 @@ def _more_room(tier: Tier, need: int, machine: Machine) -> str | None:
     """
     free = free_bytes(machine)[tier]
     if need <= free:
-        enough = format_size(-(-need // sizes.MIB) * sizes.MIB)
-        return f"the smallest budget that would do is memory.{tier}: {enough}"
+        return f"the smallest budget that would do is memory.{tier}: {_budget(need)}"
     if tier == "disk":
         return f"free {gib(need - free)} more, or choose an output_dir on another disk"
     total = machine.hbm_total_bytes if tier == "hbm" else machine.ram_total_bytes
@@ -98,9 +97,14 @@ def _another_machine(spec: ModelSpec, config: RunConfig, machine: Machine, need:
     return f"take {' in '.join(parts) or f'another, with room for {gib(need)}'}"
 
 
+def _budget(num_bytes: int) -> str:
+    """The smallest budget of whole MiB that holds so many bytes, as a config spells it."""
+    return format_size(-(-num_bytes // sizes.MIB) * sizes.MIB)
+
+
 def _on_disk(num_bytes: int, machine: Machine) -> str:
     if num_bytes <= machine.disk_free_bytes:
-        return f"memory.disk: {format_size(-(-num_bytes // sizes.MIB) * sizes.MIB)}"
+        return f"memory.disk: {_budget(num_bytes)}"
     return f"an output_dir on a disk with {gib(num_bytes)} free"
 
 
