@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.config import RunConfig, read_config
-from megatrain.errors import CheckpointError
+from megatrain.errors import CheckpointError, UserError
 
 LOCK_NAME = ".lock"
 # What a run writes before its first step.
@@ -31,6 +32,28 @@ def saved_steps(path: Path) -> list[int]:
     """Steps of the run that have a checkpoint, lowest first; nothing of them is read."""
     found = (_STEP.fullmatch(folder.name) for folder in (path / "checkpoints").glob("step-*"))
     return sorted(int(match[1]) for match in found if match)
+
+
+def in_use(path: Path, lock: int) -> UserError:
+    """The refusal of a run folder whose lock file, open as `lock`, another process holds."""
+    owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+    return UserError(
+        f"output_dir {path} is in use by another run (process {owner}); wait for it, or choose another folder"
+    )
+
+
+def refuse_in_use(path: Path) -> None:
+    """UserError if a run is going on in `path` now. It only looks: whoever starts a run there takes the lock itself."""
+    try:
+        lock = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # nothing there yet, or nothing to be used: a start says which
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise in_use(path, lock) from None
+    finally:
+        os.close(lock)
 
 
 def why_no_run(path: Path) -> str:

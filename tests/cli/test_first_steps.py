@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -71,6 +73,7 @@ print(json.dumps(told))
 def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("model: m\ndataset: d\nlerning_rate: 1\n")
     (tmp_path / "my.yaml").write_text("model: m\ndataset: d\noutput_dir: left\n")
+    (tmp_path / "lost.yaml").write_text("model: m\ndataset: d\noutput_dir: new\n")
     for folder, text in (("run", "model: m\ndataset: d\n"), ("left/checkpoints/step-3/model", "")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.yaml").write_text(text)
@@ -80,11 +83,26 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torn/plan.json").write_text("{")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "busy/config.yaml").write_text("model: m\ndataset: d\n")
+    (tmp_path / "busy/.lock").write_text("17\n")
+    lock = os.open(tmp_path / "busy/.lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     cases = {
         "train bad.yaml": "unknown key 'lerning_rate'",
         "train none.yaml": "cannot be read",
         "train my.yaml --allow dta": "did you mean 'data'?",
         "train my.yaml": "has checkpoints but no config.yaml",
+        "train lost.yaml": "model 'm' is no folder with a config.json",
+        "train lost.yaml model=model": "dataset d does not exist",
+        "train lost.yaml model=model dataset=a.jsonl eval_dataset=e": "eval_dataset e does not exist",
+        "train lost.yaml output_dir=busy": "busy is in use by another run (process 17)",
+        "resume busy": "busy is in use by another run (process 17)",
+        "plan lost.yaml": "model 'm' is no folder with a config.json",
+        "data preview lost.yaml": "model 'm' is no folder with a config.json",
+        "data preview lost.yaml model=model": "dataset d does not exist",
+        "eval run --dataset b.jsonl": "eval_dataset b.jsonl does not exist",
         "plan bad.yaml": "unknown key",
         "plan torn lerning_rate=1": "unknown key",
         "data preview none.yaml": "cannot be read",
@@ -121,6 +139,7 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, input=json.dumps([*cases, "report run"]),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+    os.close(lock)
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert told.pop("report run") == [0, "", False], "a report without samples needs none either"

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from megatrain.config import Memory, RunConfig, resolved
+from megatrain.config import RunConfig, resolved
+from megatrain.config_values import Memory
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
 from megatrain.models.layout import layout_of

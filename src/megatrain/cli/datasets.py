@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megatrain.checkpoint import size_of_tree
+from megatrain.cli.inputs import named_eval_dataset
 from megatrain.cli.named import parts_of, token_cache
 from megatrain.config import RunConfig
 from megatrain.config_values import DatasetPart
@@ -91,7 +92,7 @@ def held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Mic
     if config.eval_dataset is None:
         return ()
     assert config.micro_batch_tokens is not None, "resolve the config first"
-    try:
+    with named_eval_dataset():
         return tuple(
             eval_micro_batches(
                 tokens_of(config, DatasetPart(path=config.eval_dataset), tokenizer),
@@ -100,6 +101,3 @@ def held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Mic
                 micro_batch_tokens=config.micro_batch_tokens,
             )
         )
-    except DataError as error:  # it speaks of a dataset; the key that names this one is another
-        text = str(error)
-        raise DataError(f"eval_{text}" if text.startswith("dataset ") else f"eval_dataset: {text}") from error

@@ -7,22 +7,18 @@ signal: a run that has begun saved everything, one that has not left nothing beh
 # ruff: noqa: PLC0415 - a verb imports its room when it is called
 from __future__ import annotations
 
-import errno
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Never
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
 from megatrain import __version__
-from megatrain.errors import ConfigError, UserError
+from megatrain.cli.ending import one_sentence, stopping_cleanly
+from megatrain.errors import ConfigError
 
 app = typer.Typer(
     name="megatrain",
@@ -57,10 +53,6 @@ PlanFile = Annotated[Path | None, typer.Option(help="Follow this plan.json inste
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
 
 
-class Stopped(BaseException):
-    """SIGTERM or SIGHUP arrived; its number. Not an Exception: nothing but `main` may take it for a failure."""
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"megatrain {__version__}")
@@ -89,12 +81,12 @@ def megatrain(
 @app.command()
 def train(config: ConfigFile, words: Words = None, allow: Allow = None, plan: PlanFile = None) -> None:
     """Train as CONFIG says; goes on where a run in its output_dir stopped."""
-    from megatrain.cli.folders import refuse_shared_output
+    from megatrain.cli.inputs import refuse_start
     from megatrain.config import allowed_keys, read_config
     from megatrain.config_run import FACTS
 
     wanted, allowed = read_config(config, words or ()), allowed_keys(allow or (), FACTS)
-    refuse_shared_output(wanted)
+    refuse_start(wanted)
 
     from megatrain.cli.training import train_config  # torch is imported here: a mistake above is answered at once
 
@@ -104,11 +96,13 @@ def train(config: ConfigFile, words: Words = None, allow: Allow = None, plan: Pl
 @app.command()
 def resume(run: RunPath, words: Words = None, allow: Allow = None) -> None:
     """Go on with RUN from its newest valid checkpoint."""
+    from megatrain.cli.inputs import refuse_start
     from megatrain.cli.pointed import config_to_resume
     from megatrain.config import allowed_keys
     from megatrain.config_run import FACTS
 
     wanted, allowed = config_to_resume(run, words or ()), allowed_keys(allow or (), FACTS)
+    refuse_start(wanted)
 
     from megatrain.cli.training import train_config
 
@@ -144,9 +138,11 @@ def plan(
     json: Json = False,
 ) -> None:
     """Say where every byte of a run will be, whether it fits, and what a step will cost. Loads no weights."""
+    from megatrain.cli.inputs import refuse_no_model
     from megatrain.cli.wanted import config_to_plan
 
     wanted = config_to_plan(config, words or ())
+    refuse_no_model(wanted)
 
     from megatrain.cli.plan import plan as verb
 
@@ -256,9 +252,12 @@ def report(
 @data_app.command()
 def preview(config: ConfigFile, words: Words = None) -> None:
     """Show what would be trained: format, three rows with the trained text marked, lengths, rows left out."""
+    from megatrain.cli.inputs import refuse_no_model, refuse_no_rows
     from megatrain.config import read_config
 
     wanted = read_config(config, words or ())
+    refuse_no_model(wanted)
+    refuse_no_rows(wanted)
 
     from megatrain.cli.assemble import preview_data
 
@@ -306,24 +305,6 @@ def init(
     raise typer.Exit(verb(file, model, dataset, eval_dataset))
 
 
-@contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP unwind as Ctrl-C does, so that what was begun is undone. The loop has its own ways."""
-
-    def stop(number: int, _frame: FrameType | None) -> Never:
-        raise Stopped(number)
-
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else started with nohup: meant to outlive its terminal
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _refuse_keys_as_options(words: list[str]) -> None:
     """ConfigError for `--learning_rate 1e-5`, which other tools would take: a key, and no option of the verb."""
     dashed = [word for word in words if word.startswith("--")]
@@ -349,25 +330,6 @@ def _refuse_keys_as_options(words: list[str]) -> None:
             raise ConfigError(f"{name} is no option; keys are given as KEY=VALUE, without dashes: {key}={value or '…'}")
 
 
-def _of_system(error: OSError) -> str:
-    """What the system refused, of which file, and what to do about it."""
-    what = str(error) if error.strerror is None else error.strerror
-    if error.filename is not None:
-        what += f": {str(error.filename)!r}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{what}; free disk space"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{what}; check that you may read and write there"
-    if error.errno == errno.ENOMEM:
-        return f"{what}; end other programs, or raise the memory limit of the container"
-    return f"{what}; check that the file is there and may be read and written"
-
-
-def _fail(message: str, code: int) -> Never:
-    print(f"megatrain: {message}", file=sys.stderr)
-    sys.exit(code)
-
-
 def main() -> None:
     """The `megatrain` command: a mistake of the user is one sentence on stderr and exit code 2, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
@@ -380,18 +342,6 @@ def main() -> None:
     words = sys.argv[1:]
     if OFFLINE in words:
         words = [OFFLINE, *(word for word in words if word != OFFLINE)]
-    try:
+    with one_sentence(), stopping_cleanly():
         _refuse_keys_as_options(words)
-        with stopping_cleanly():
-            app(words)
-    except UserError as error:
-        _fail(str(error), 2)
-    except MemoryError as error:
-        _fail(f"host memory ran out ({error}); end other programs, or raise the memory limit of the container", 2)
-    except OSError as error:
-        _fail(_of_system(error), 2)
-    except Stopped as stopped:
-        number = signal.Signals(stopped.args[0])
-        _fail(f"stopped by {number.name}", 128 + number)
-    except KeyboardInterrupt:  # before a verb runs, or in one that has nothing to save
-        _fail("interrupted", 128 + signal.SIGINT)
+        app(words)

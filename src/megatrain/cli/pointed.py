@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from megatrain.cli.inputs import refuse_no_eval_rows
 from megatrain.cli.named import local
 from megatrain.config import RunConfig, read_config
 from megatrain.config_run import run_config, saved_steps, why_no_run
@@ -74,6 +75,7 @@ def config_to_evaluate(
     if config.eval_dataset is None and not harness:
         raise ConfigError(f"{path} names no eval_dataset; give one with --dataset FILE")
     steps_asked(path, steps)
+    refuse_no_eval_rows(config)
     return config
 
 

@@ -26,6 +26,7 @@ from megatrain.cli import show
 from megatrain.cli.assemble import Planned, engine_of, hold_bits, planned, store_of
 from megatrain.cli.datasets import batches_of, data_lines, held_out, num_steps_of, training_parts
 from megatrain.cli.folders import refuse_no_room
+from megatrain.cli.inputs import source_of
 from megatrain.cli.named import localized, sources
 from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig
@@ -93,17 +94,6 @@ def train_config(
             if metrics.usual_step_s is not None:
                 metrics.say(show.measured_line(price, metrics.usual_step_s))
             return _ended(outcome, folder, metrics)
-
-
-def source_of(config: RunConfig) -> Path:
-    """Where the model's config and tokenizer are: its folder, or, if that is gone, the run's newest checkpoint."""
-    model, out = Path(config.model), Path(config.output_dir)
-    steps = saved_steps(out)
-    if (model / "config.json").is_file():
-        return model.absolute()  # as a resolved config has it
-    if not steps:
-        return model
-    return out.absolute() / "checkpoints" / f"step-{steps[-1]}" / "model"
 
 
 def work_of(run: Planned) -> Work:

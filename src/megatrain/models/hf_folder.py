@@ -9,17 +9,14 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.errors import ModelError, UserError
+from megatrain.models.hub import refuse_no_config
 
 _LONGEST_REASON = 300  # characters; transformers lists every tokenizer class it knows
 
 
 def read_hf_config(folder: Path) -> PreTrainedConfig:
     """The config.json of `folder`, as transformers reads it; ModelError if there is none, or it cannot be used."""
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"model {str(folder)!r} is no folder with a config.json; give the folder of a model, or a name on the hub "
-            "(ORG/NAME)"
-        )
+    refuse_no_config(folder)
     remedy = "fetch the model again, or update transformers if the model is newer than it"
     with refusals_of_transformers(f"{folder / 'config.json'}: transformers cannot use it", remedy):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -93,6 +93,15 @@ def fetched_config(name: HubName, cache: Path) -> Path:
     return target
 
 
+def refuse_no_config(folder: Path) -> None:
+    """ModelError unless `folder` is a model's: it has a config.json."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model {str(folder)!r} is no folder with a config.json; give the folder of a model, or a name on the hub "
+            "(ORG/NAME)"
+        )
+
+
 def revision_of(folder: Path) -> str | None:
     """`ORG/NAME@HASH` of a folder that `fetched` made; None for any other."""
     found = re.fullmatch(r"(?P<org>[^@]+?)--(?P<name>[^@]+)@(?P<hash>[0-9a-f]{40})(?:--.*)?", folder.name)

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from megatrain.config import RunConfig, changed_keys, read_config
-from megatrain.config_run import LOCK_NAME, STARTED, replace_text
-from megatrain.errors import CheckpointError, ConfigError, UserError
+from megatrain.config_run import LOCK_NAME, STARTED, in_use, replace_text
+from megatrain.errors import CheckpointError, ConfigError
 
 
 class RunFolder:
@@ -35,11 +35,9 @@ class RunFolder:
             self._remove_new_folders()
             raise ConfigError(f"output_dir {path} cannot be used: {error.strerror}; choose another folder") from None
         if not self._take_lock():
-            owner = os.read(self._lock, 32).decode("ascii", "replace").strip()
+            refusal = in_use(path, self._lock)
             os.close(self._lock)
-            raise UserError(
-                f"output_dir {path} is in use by another run (process {owner}); wait for it, or choose another folder"
-            )
+            raise refusal
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
