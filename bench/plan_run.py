@@ -86,6 +86,8 @@ def empty_cache() -> None:
     """Give the pool's unused memory back, if there is a GPU."""
     gc.collect()
     if torch.cuda.is_available():
+        # each engine's streams have a workspace for products, which outlives them
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

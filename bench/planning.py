@@ -1,4 +1,5 @@
-"""docs/planning.md: two large plans as `megatrain plan` prints them, and predicted steps beside the measured ones.
+"""docs/planning.md: two large plans as `megatrain plan` prints them, predicted steps beside the measured ones, and the
+planner's own plans as `python -m bench plans` ran them, predicted again by today's constants.
 
 `python -m bench planning` prints the page, `--write` writes it.
 """
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.placement import COUNTS, make_plan, placed
+from bench.plan_again import again, recorded
 from bench.presets import PRESETS
 from bench.results import RESULTS
 from bench.step import load_config, parse
@@ -90,10 +92,28 @@ def backtest() -> Iterator[str]:
         )
 
 
+def plans_backtest(path: Path = H200) -> Iterator[str]:
+    """One line a plan that was chosen, run and recorded whole."""
+    rows, without = recorded(path)
+    yield "| setting | step measured | predicted | ratio | HBM measured, predicted | ratio | RAM | ratio |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        made = again(row)
+        told = [f"{row['setting']} (run {row['run']})", f"{row['step_s']:.3f} s", f"{made.prediction.step_s:.3f} s",
+                f"{made.step_ratio:.2f}"]  # fmt: skip
+        for tier in ("hbm", "ram"):
+            peak, total = row[f"peak_{tier}_bytes"], made.table.total_bytes(tier)
+            told += [f"{peak / 1e9:.2f}, {total / 1e9:.2f} GB", f"{made.bytes_ratio(tier):.3f}"]
+        yield f"| {' | '.join(told)} |"
+    yield ""
+    yield f"{without} measured lines of before hold no whole plan and are left out."
+
+
 def block(name: str) -> str:
     """What stands between the marks of a name."""
-    if name == "backtest":
-        return "\n".join(backtest())
+    tables = {"backtest": backtest, "plans": plans_backtest}
+    if name in tables:
+        return "\n".join(tables[name]())
     machine, words = PLANS[name]
     described = read_machine(machine)
     run = planned(config_to_plan(DATA / name, words), described=described)

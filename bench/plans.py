@@ -4,9 +4,10 @@ Every setting of bench/plan_settings.py is planned with the rates of this machin
 else the shipped machine with such a GPU), set up as `megatrain train` would, on random weights and tokens, and timed
 after one warm-up of the whole run. One JSON line a setting is appended to bench/results/<machine>.jsonl: seconds and
 peak bytes, predicted and measured, and what the peaks are made of. A setting that fails is recorded with its reason.
-What the constants of the account (planner/sizes.py) are to be stands in those lines: CONTEXT_HBM_BYTES is the largest
-outside_pool_bytes and unused_pool_bytes, PROGRAM_RAM_BYTES is program_ram_bytes, and working_bytes (kind of op: at its
-peak, left at its end) stand beside predicted_working_bytes.
+A line holds all that a prediction is made of (`asked`, resolved config, whole plan, machine, rates): `python -m bench
+planning` predicts it again by today's constants, and lays that beside what was measured. What the constants of the
+account (planner/sizes.py) are to be stands there too: outside_pool_bytes, unused_pool_bytes and program_ram_bytes, and
+working_bytes (kind of op: at its peak, left at its end) beside predicted_working_bytes.
   --plan-only          plan for a described machine (--machine h200-125gb) and run nothing
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 
 from bench.baseline import PlainStep
+from bench.plan_again import RESOLVED
 from bench.plan_run import Run, batches_of, fresh, play
 from bench.plan_settings import PLAIN_KEEP, SETTINGS, Setting
 from bench.results import record
@@ -74,6 +76,7 @@ def chosen(run: Planned, price: Price) -> dict[str, object]:
     table = run.table
     return {
         "plan": summary(run.plan), "verdict": table.overall, "rates": run.rates.source,
+        "made_of": made_of(run),
         "predicted_step_s": price.prediction.step_s, "bound": price.prediction.bound,
         "predicted_lanes": {str(lane): s for lane, s in price.prediction.lanes_s.items()},
         "predicted_bytes": {tier: table.total_bytes(tier) for tier in ("hbm", "ram", "disk")},
@@ -85,6 +88,14 @@ def chosen(run: Planned, price: Price) -> dict[str, object]:
             "EMBED_BACKWARD": sizes.embedding_working_bytes(run.question.shapes),
             "kept by a FORWARD": max(run.question.shapes.saved_bytes.values()),
         },
+    }  # fmt: skip
+
+
+def made_of(run: Planned) -> dict[str, object]:
+    """What a prediction follows from, beside what the setting asks for; `bench.plan_again` reads it."""
+    config = run.config.model_dump(mode="json", include=set(RESOLVED))
+    return {
+        "config": config, "plan": asdict(run.plan), "machine": asdict(run.machine), "rates": asdict(run.rates),
     }  # fmt: skip
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench import plan_run, plans
+from bench import plan_run, planning, plans
+from bench.plan_again import again, recorded
 from bench.plan_settings import PLAIN, PLAIN_KEEP, SETTINGS, Setting
 from megatrain.cli.assemble import Planned
 from megatrain.hardware.described import read_machine
+from megatrain.planner import sizes
 from megatrain.planner.price import price_of
 
 H200 = read_machine("h200-125gb")
@@ -87,6 +89,40 @@ def test_a_line_has_what_was_predicted_beside_what_was_measured(lines: list[dict
     assert sum(line["plan"]["segments"].values()) == 4
     assert line["lanes"]["compute"] > 0
     assert line["lanes"]["host"] > 0
+
+
+def test_a_line_holds_all_that_its_prediction_follows_from(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Predicted again, by the same constants, nothing differs; a line of before is left out and counted."""
+    file, old = tmp_path / "lines.jsonl", [{k: v for k, v in line.items() if k != "made_of"} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in (*old, *lines)), "utf-8")
+    (row,), without = recorded(file)
+    assert (row["setting"], without) == ("tiny", 1)
+    made = again(row)
+    assert made.prediction.step_s == pytest.approx(row["predicted_step_s"])
+    assert {tier: made.table.total_bytes(tier) for tier in row["predicted_bytes"]} == row["predicted_bytes"]
+    assert dict(made.table.budgets) == row["budget_bytes"]
+    assert made.step_ratio * row["step_ratio"] == pytest.approx(1)
+    assert plans.summary(made.plan) == row["plan"]
+
+
+def test_other_constants_predict_other_bytes_and_seconds(
+    lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = [line for line in lines if "made_of" in line and "step_s" in line]
+    monkeypatch.setattr(sizes, "PROGRAM_RAM_BYTES", {"cpu": sizes.PROGRAM_RAM_BYTES["cpu"] + 1000})
+    slower = row["made_of"]["rates"] | {"matmul_flops_per_s": row["made_of"]["rates"]["matmul_flops_per_s"] / 2}
+    made = again({**row, "made_of": row["made_of"] | {"rates": slower}})
+    assert made.table.total_bytes("ram") == row["predicted_bytes"]["ram"] + 1000
+    assert made.prediction.step_s > row["predicted_step_s"]
+
+
+def test_the_page_has_a_line_for_every_recorded_plan(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps({**line, "peak_hbm_bytes": 1}) + "\n" for line in lines), "utf-8")
+    table = list(planning.plans_backtest(file))
+    assert len(table) == 2 + 1 + 2
+    assert table[2].startswith(f"| tiny (run {lines[0]['run']}) | ")
+    assert table[-1].startswith("0 measured lines")
 
 
 def test_time_that_is_up_begins_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
