@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -253,6 +254,55 @@ def test_piped_lines_are_turns_and_a_dash_takes_them_whole(
     assert piped("rain " * 200 + "\nfar\n") == 2
     assert "the model knows 128 positions" in capsys.readouterr().err
     assert len(asked) == 1, "a script is told, and not answered as if nothing were missing"
+
+
+def test_input_without_end_or_text_is_refused(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 1000
+
+    class Endless(io.StringIO):
+        def read(self, size: int | None = -1) -> str:
+            assert size is not None
+            assert 0 < size <= most + 1, "all of it would be read"
+            return "a" * size
+
+        readline = read
+
+    monkeypatch.setattr("megatrain.cli.prompts.MOST_CHARACTERS", most)
+    asking: tuple[object, ...] = ("chat", tiny_model, "device=cpu")
+    cases: dict[tuple[str, ...], tuple[io.StringIO, str]] = {
+        (): (Endless(), "a line of standard input is longer than 1,000 characters; give one prompt a line"),
+        ("--prompt", "-"): (Endless(), "standard input is longer than 1,000 characters; give a shorter prompt"),
+        ("--raw",): (io.StringIO("cat\n\udcff\n"), "is not UTF-8 text (character 1); convert it to UTF-8\n"),
+        ("--prompt", "a\udcff"): (io.StringIO(), "is not UTF-8 text (character 2); convert it to UTF-8\n"),
+        ("--prompt", "a", "--system", "\udcff"): (io.StringIO(), "is not UTF-8 text (character 1)"),
+    }
+    for words, (given, said) in cases.items():
+        monkeypatch.setattr(sys, "stdin", given)
+        assert megatrain(*asking, *words, "--max-tokens", "1") == 2, words
+        assert said in capsys.readouterr().err.splitlines(keepends=True)[-1]
+    monkeypatch.setattr(sys, "stdin", Terminal("the\udcff cat\n/exit\n"))
+    assert megatrain(*asking) == 0, "whoever types goes on"
+    assert "is not UTF-8 text (character 4)" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 99 + "\n"))
+    assert megatrain(*asking, "--max-tokens", "1") == 0
+
+
+def test_a_stream_that_is_closed_leads_nowhere(tmp_path: Path) -> None:
+    program = """
+import sys
+from megatrain.cli.streams import make_streams_usable
+make_streams_usable()
+print("seen", flush=True), print("seen", file=sys.stderr)
+open(sys.argv[1], "w").write(repr((sys.stdin.read(), sys.stdin.isatty())))
+"""
+    for closed in (" <&-", " >&-", " 2>&-", " <&- >&- 2>&-"):
+        call = ["sh", "-c", f'"$@"{closed}', "sh", sys.executable, "-c", program, str(tmp_path / "told")]
+        done = subprocess.run(call, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "told").read_text() == "('', False)"
+        assert (done.stdout, done.stderr) == tuple("" if mark in closed else "seen\n" for mark in (" >&-", " 2>&-"))
 
 
 class Terminal(io.StringIO):

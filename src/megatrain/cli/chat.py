@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +17,7 @@ from megatrain.checkpoint import read_buffers
 from megatrain.cli.assemble import Planned
 from megatrain.cli.opened import Source, filled_store, planned_to_read, sources_of
 from megatrain.cli.pointed import on_cpu
+from megatrain.cli.prompts import piped_lines, refuse_no_text, typed_lines, whole_input
 from megatrain.config import RunConfig
 from megatrain.data.formats import BadSample
 from megatrain.data.sandbox import source_of
@@ -28,7 +29,6 @@ from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner.table import gib
 from megatrain.store import SegmentStore
 
-PROMPT = "you> "
 WHOLE_INPUT = "-"  # as a prompt: all of standard input
 HELP = "an empty line is ignored; /new starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 CACHE_TOKENS = 8192  # of a long conversation: HBM for their keys and values is not filled with blocks
@@ -206,7 +206,9 @@ def chat(
 ) -> int:
     """One answer to `prompt` ("-": to all of standard input), or a conversation, a line a turn: typed or piped."""
     if prompt == WHOLE_INPUT:
-        prompt = sys.stdin.read().rstrip("\n")
+        prompt = whole_input()
+    for text in filter(None, (prompt, system)):
+        refuse_no_text(text)
     (source,) = sources_of(path, [step])
     talker = talker_of(config, source, raw=raw)
     before: Messages = [] if system is None else [{"role": "system", "content": system}]
@@ -215,9 +217,9 @@ def chat(
         stopped = _turn(talker, [*before, {"role": "user", "content": prompt}], sampling).stopped
     elif sys.stdin.isatty():
         print(f"{source.label} of {path}; {HELP}", file=sys.stderr)
-        _converse(talker, before, sampling, _typed(), typed=True)
+        _converse(talker, before, sampling, typed_lines(), typed=True)
     else:
-        stopped = _converse(talker, before, sampling, map(str.strip, sys.stdin), typed=False)
+        stopped = _converse(talker, before, sampling, piped_lines(), typed=False)
     talker.close()
     return 128 + signal.SIGINT if stopped else 0
 
@@ -256,13 +258,3 @@ def _converse(talker: Talker, before: Messages, sampling: Sampling, lines: Itera
     if not typed and not asked_any:
         raise DataError("standard input holds no prompt; give one a line, or --prompt TEXT")
     return False
-
-
-def _typed() -> Iterator[str]:
-    """The lines of a terminal, until Ctrl-D or Ctrl-C."""
-    while True:
-        try:
-            yield input(PROMPT).strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 
 from megatrain import __version__
 from megatrain.cli.ending import one_sentence, stopping_cleanly
+from megatrain.cli.streams import make_streams_usable
 from megatrain.errors import ConfigError
 
 app = typer.Typer(
@@ -332,9 +332,7 @@ def _refuse_keys_as_options(words: list[str]) -> None:
 
 def main() -> None:
     """The `megatrain` command: a mistake of the user is one sentence on stderr and exit code 2, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"; nothing fails for a character
+    make_streams_usable()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its old name
         # The pool grows and shrinks by pages. Else it fills a budget with pieces that fit nothing; every figure of
         # docs/performance.md was measured so.

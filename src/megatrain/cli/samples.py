@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatrain.cli.chat import talker_of
 from megatrain.cli.opened import sources_of
+from megatrain.cli.prompts import refuse_no_text
 from megatrain.config import RunConfig
 from megatrain.config_run import saved_steps
 from megatrain.models.generate import Sampling
@@ -18,6 +19,8 @@ SAMPLE_TOKENS = 96
 
 def samples_of(path: Path, config: RunConfig, prompts: Sequence[str], *, raw: bool) -> list[Sample]:
     """One for each prompt before training, and, where there is a checkpoint, one after it."""
+    for prompt in prompts:
+        refuse_no_text(prompt)
     samples = []
     for source in sources_of(path, ["base", "latest"] if saved_steps(path) else ["base"]):
         talker = talker_of(config, source, raw=raw)
