@@ -45,8 +45,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ENGINE,
         (
             "the embedding's gradient is dropped",
-            "    if not grads:\n        return\n    with",
-            "    if True:\n        return\n    with",
+            "    if not grads:\n        return\n    leaves, table",
+            "    if True:\n        return\n    leaves, table",
+        ),
+        (
+            "an idle row learns from a busy one",
+            "grads[table], found[0])",
+            "grads[table].roll(1, 0), found[0])",
         ),
     ),
     *of(

@@ -17,6 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from megatrain.models.attention import Attended
 from megatrain.models.batch import TokenBatch
+from megatrain.models.layout import embedding_of
+from megatrain.models.lookup import Lookups
 from megatrain.models.recorders import LayerCall, LayerCalls
 from megatrain.models.template import ModelTemplate, Weights, leaves_of, note
 
@@ -43,10 +45,20 @@ def embed_backward(
     """
     if not grads:
         return
-    with torch.enable_grad():
-        leaves = leaves_of(w, frozenset(grads))
+    leaves, table = leaves_of(w, frozenset(grads)), embedding_of(template.spec).local
+    lookups = Lookups(leaves[table])
+    with torch.enable_grad(), lookups:
         h, _ = template.embed(leaves, batch, key)
-    torch.autograd.backward(h, dh, inputs=point_gradients(leaves, grads))
+    lookup = lookups.only
+    if table not in grads or lookup is None:
+        torch.autograd.backward(h, dh, inputs=point_gradients(leaves, grads))
+        return
+    others = [name for name in grads if name != table]
+    found = torch.autograd.grad(h, [lookup.edge, *(leaves[name] for name in others)], dh, allow_unused=True)
+    lookup.add_gradient(grads[table], found[0])
+    for name, gradient in zip(others, found[1:], strict=True):
+        if gradient is not None:
+            grads[name].add_(gradient)
 
 
 def block_backward(
