@@ -7,7 +7,17 @@ import pkgutil
 import sys
 from pathlib import Path
 
-PARTS = {"placement", "plan_again", "plan_run", "plan_settings", "presets", "results", "trainer_figure", "baseline"}
+PARTS = {
+    "placement",
+    "plan_again",
+    "plan_run",
+    "plan_settings",
+    "presets",
+    "results",
+    "timing",
+    "trainer_figure",
+    "baseline",
+}
 NOT_BENCHMARKS = {"__main__", *PARTS}
 
 

@@ -67,6 +67,14 @@ def make_plan(spec: ModelSpec, args: argparse.Namespace, micro_batches: int) -> 
     )  # fmt: skip
 
 
+def plan_of(spec: ModelSpec, args: argparse.Namespace, system: str, micro_batches: int) -> Plan:
+    """What a system does: plain PyTorch has everything in HBM, and keeps its gradients until their norm is known."""
+    if system.startswith("megatrain"):
+        return make_plan(spec, args, micro_batches)
+    plain = {**dict.fromkeys(PLACES, ""), "resident": "all", "clip_mode": "deferred", "keep": system.endswith("keep")}
+    return make_plan(spec, argparse.Namespace(**vars(args) | plain), micro_batches)
+
+
 def in_words(plan: Plan) -> dict[str, str | int]:
     """The arguments that `make_plan` makes `plan` of."""
     own = [s for s in plan.blocks if s.weights == "own" and s.state != "hbm" and s.update == "home"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +12,10 @@ from pathlib import Path
 import torch
 
 from bench.step import HYPER, random_batches, randomise, supervised_of, used_hbm_bytes
-from bench.timing import Pace, timed
+from bench.timing import Pace, empty_cache, timed
 from megatrain.cli.assemble import Planned, engine_of, store_of
 from megatrain.engine import Engine
-from megatrain.memory import cap_device_memory, peak_rss_bytes, reset_peak_rss
+from megatrain.memory import cap_device_memory, peak_rss_bytes
 from megatrain.models.batch import TokenBatch
 from megatrain.schedule.ops import Kind, Op
 
@@ -80,24 +79,6 @@ def set_up(run: Planned, marks: dict[str, Mark]) -> Iterator[Engine]:
             engine.close()
     finally:
         store.close()
-
-
-def empty_cache() -> None:
-    """Give the pool's unused memory back, if there is a GPU."""
-    gc.collect()
-    if torch.cuda.is_available():
-        # each engine's streams have a workspace for products, which outlives them
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-
-
-def fresh() -> None:
-    """Nothing left of the setting before, no cap, peaks from here."""
-    empty_cache()
-    reset_peak_rss()
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.reset_peak_memory_stats()
 
 
 def play(run: Planned, pace: Pace) -> Run:

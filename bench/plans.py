@@ -28,11 +28,11 @@ import torch
 
 from bench.baseline import PlainStep
 from bench.plan_again import RESOLVED
-from bench.plan_run import Run, batches_of, fresh, play
+from bench.plan_run import Run, batches_of, play
 from bench.plan_settings import PLAIN_KEEP, SETTINGS, Setting
 from bench.results import record
 from bench.step import HYPER, machine_name, supervised_of, used_hbm_bytes
-from bench.timing import Pace, timed
+from bench.timing import Pace, fresh, timed
 from megatrain.cli.assemble import Planned, planned
 from megatrain.hardware.described import Described, read_machine
 from megatrain.planner import sizes

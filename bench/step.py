@@ -10,7 +10,6 @@ One JSON line a system is appended to bench/results/<machine>.jsonl.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import statistics
@@ -24,10 +23,10 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from bench.baseline import PlainStep
-from bench.placement import COUNTS, PLACES, PLANNED, make_plan, placed, planned
+from bench.placement import COUNTS, PLACES, PLANNED, placed, plan_of, planned
 from bench.presets import PRESETS
 from bench.results import machine, record
-from bench.timing import Pace, timed
+from bench.timing import Pace, fresh, timed
 from megatrain.engine import Engine, Numerics
 from megatrain.engine.trace import Trace
 from megatrain.memory import cap_device_memory, peak_rss_bytes
@@ -40,6 +39,7 @@ from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
 from megatrain.optim import AdamW
 from megatrain.schedule import Lane
+from megatrain.schedule.plan import Plan
 from megatrain.store.store import SegmentStore
 
 HYPER = AdamW(learning_rate=1e-5, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
@@ -98,15 +98,14 @@ def supervised_of(batches: Sequence[TokenBatch]) -> int:
     return int(sum((batch.labels_T != -100).sum().item() for batch in batches))
 
 
-def run_megatrain(config: PretrainedConfig, args: argparse.Namespace, batches: Sequence[TokenBatch]) -> Timing:
+def run_megatrain(
+    config: PretrainedConfig, args: argparse.Namespace, plan: Plan, batches: Sequence[TokenBatch]
+) -> Timing:
     """The engine over random weights."""
     device, dtype = torch.device(args.device), compute_dtype(args)
-    if device.type == "cuda":
-        repeat_bits(True)
     template = ModelTemplate(config, device, dtype)
     if not args.eager:
         template.compile_blocks()
-    plan = make_plan(template.spec, args, len(batches))
     layouts = [layout_of(segment) for segment in template.spec.segments]
     before = time.perf_counter()
     store = SegmentStore(layouts, args.precision, plan, device, Path(args.scratch))
@@ -230,25 +229,25 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     config = load_config(args)
     device = torch.device(args.device)
+    if device.type == "cuda":
+        repeat_bits(True)  # for all systems alike, and before the first product
     count = args.tokens // args.micro_batch_tokens
     batches = random_batches(config.vocab_size, args.micro_batch_tokens, args.seq, count, device)
     spec = model_spec(config)
     for system in args.systems.split(","):
-        gc.collect()
+        fresh()
         name, _, placement = system.partition("/")
         asked = placed(args, placement)
         if placement == PLANNED:
             asked = planned(spec, asked)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            if name == "megatrain" and args.hbm_gib:
-                cap_device_memory(int(args.hbm_gib * 2**30))
+        plan = plan_of(spec, asked, name, len(batches))
         if name == "megatrain":
-            timing = run_megatrain(config, asked, batches)
+            if device.type == "cuda" and args.hbm_gib:
+                cap_device_memory(int(args.hbm_gib * 2**30))
+            timing = run_megatrain(config, asked, plan, batches)
         else:
-            timing = run_plain(config, asked, batches, keep=name.endswith("keep"))
-        record("step", row(asked, spec, name, timing, len(batches)), on=machine_name(device))
+            timing = run_plain(config, asked, batches, keep=not any(plan.recomputed))
+        record("step", row(asked, spec, name, plan, timing, len(batches)), on=machine_name(device))
         torch._dynamo.reset()
     return 0
 
@@ -259,23 +258,20 @@ def machine_name(device: torch.device) -> str:
     return name.replace(" ", "-")
 
 
-def row(args: argparse.Namespace, spec: ModelSpec, system: str, timing: Timing, count: int) -> dict[str, object]:
+def row(
+    args: argparse.Namespace, spec: ModelSpec, system: str, plan: Plan, timing: Timing, count: int
+) -> dict[str, object]:
     """The figures of one system. Useful FLOPs: active parameters and causal attention, no recompute."""
     step_s = statistics.median(timing.steps_s)
-    keep = args.keep or system.endswith("keep")
     documents = [args.seq] * (args.tokens // args.seq)
-    all_kept, attention = (set(vars(args)[place].split(",")) for place in ("keep_blocks", "keep_attention"))
-    recomputed = [not (keep or all_kept & {block.name, "all"}) for block in spec.blocks]
-    attention_kept = [i for i, block in enumerate(spec.blocks) if attention & {block.name, "all"}]
-    backwards = 2 if args.clip_mode == "two-pass" and system.startswith("megatrain") else 1
-    hardware = hardware_flops(spec, documents, 0, recomputed, attention_kept, backwards)
+    hardware = hardware_flops(spec, documents, 0, plan.recomputed, plan.attention_kept, plan.backwards)
     result = {
         "system": system, "model": args.model, "layers": len(spec.blocks),
         "seq_tokens": args.seq, "step_tokens": args.tokens, "micro_batches": count,
         "loss_chunk_tokens": args.loss_chunk, "micro_batch_tokens": args.micro_batch_tokens,
         "hbm_budget_bytes": int(args.hbm_gib * 2**30) or None if system == "megatrain" else None,
-        **{key: vars(args)[key] for key in (*PLACES, *COUNTS)}, "clip_mode": args.clip_mode,
-        "activations": "keep" if keep else "recompute",
+        **{key: vars(args)[key] for key in (*PLACES, *COUNTS)}, "clip_mode": plan.clip_mode,
+        "activations": "recompute" if any(plan.recomputed) else "keep",
         "predicted_step_s": vars(args).get("predicted_step_s"),
         "precision": args.precision, "deterministic": True, "aliased": False,
         "step_s": step_s, "step_s_min": min(timing.steps_s), "step_s_max": max(timing.steps_s),

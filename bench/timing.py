@@ -1,12 +1,15 @@
-"""Seconds of steps behind a warm-up."""
+"""Seconds of steps behind a warm-up, and peaks from a clean beginning."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from megatrain.memory import reset_peak_rss
 
 LEAST_STEPS = 2
 
@@ -38,6 +41,22 @@ def timed(step: Callable[[], object], pace: Pace, first: Callable[[], None]) -> 
         synchronize()
         steps_s.append(time.perf_counter() - before)
     return tuple(steps_s)
+
+
+def fresh() -> None:
+    """Nothing left of what was measured before, no cap, peaks from here."""
+    empty_cache()
+    reset_peak_rss()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.reset_peak_memory_stats()
+
+
+def empty_cache() -> None:
+    """Give the pool's unused memory back, if there is a GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def synchronize() -> None:

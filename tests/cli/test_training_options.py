@@ -220,7 +220,7 @@ def test_a_plan_without_checkpoints_has_none(run_config: Path, capsys: pytest.Ca
 def test_the_work_of_two_passes_is_counted_with_both(run_config: Path) -> None:
     for mode, backwards in (("deferred", 1), ("two-pass", 2)):
         run = planned(read_config(run_config, [f"clip_mode={mode}", "train_batch_size=1"]))
-        assert work_of(run).backwards == backwards
+        assert work_of(run).plan.backwards == backwards
 
 
 def test_bits_are_held_before_the_first_product_on_a_gpu(run_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +228,12 @@ def test_bits_are_held_before_the_first_product_on_a_gpu(run_config: Path, monke
     done: list[object] = []
     monkeypatch.setattr(assemble, "repeat_bits", done.append)
     monkeypatch.setattr(training, "matmul_flops_per_s", lambda *_: done.append("product") or 1e15)
+    described = read_machine("h200-125gb")
+    monkeypatch.setattr(assemble, "_here", lambda _: (described.machine, described.rates))
     for deterministic in (True, False):
         words = ["device=auto", f"deterministic={json.dumps(deterministic)}"]
-        work_of(planned(read_config(run_config, words), described=read_machine("h200-125gb")))
+        work_of(planned(read_config(run_config, words)))
         assert done == [deterministic, "product"]
         done.clear()
+    planned(read_config(run_config, words), described=described)
+    assert not done, "nothing runs here on a machine that is only planned for"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from bench.placement import make_plan, placed, planned, question
+from bench.placement import make_plan, placed, plan_of, planned, question
 from bench.presets import PRESETS
 from bench.step import Timing, load_config, parse, row
 from megatrain.models.spec_of import model_spec
@@ -49,7 +49,8 @@ def test_all_that_the_gpu_does_is_counted_by_placement() -> None:
 
     def tflops(system: str, words: str = "", placement: str = "") -> tuple[object, object]:
         args = placed(parse(["--model", "llama-3-8b", *words.split()]), placement)
-        found = row(args, model_spec(load_config(args)), system, timing, 1)
+        spec = model_spec(load_config(args))
+        found = row(args, spec, system, plan_of(spec, args, system, 1), timing, 1)
         return found["hardware_tflops"], found["model_tflops"]
 
     (all_again, useful), (half_again, _) = tflops("megatrain"), tflops("megatrain", placement="keep_blocks=L000-L015")
@@ -57,3 +58,5 @@ def test_all_that_the_gpu_does_is_counted_by_placement() -> None:
     assert half_again == pytest.approx((all_again + useful) / 2)
     assert tflops("megatrain", "--clip-mode two-pass")[0] == pytest.approx(all_again + useful)
     assert tflops("plain", "--clip-mode two-pass") == tflops("plain"), "a plain loop keeps its gradients"
+    assert tflops("plain", placement="keep_blocks=all") == (all_again, useful)
+    assert tflops("plain-keep") == (useful, useful)

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from megatrain.engine import StepResult
 from megatrain.errors import ConfigError, UserError
 from megatrain.models.flops import train_flops
 from megatrain.models.spec import AttentionShape, ModelSpec, SegmentSpec, TensorSpec
+from megatrain.schedule.plan import Activations, Plan, SegmentPlan
 from megatrain.train.loop import hyper_of, lr_schedule
 from megatrain.train.metrics import Metrics, Work, document_lengths, written_bytes
 from megatrain.train.progress import PlainDisplay
@@ -96,18 +99,27 @@ def small_spec() -> ModelSpec:
     return ModelSpec("X", segments, False, 4, 4, (AttentionShape(1, 4, None),), 16, 64)
 
 
+def small_plan(block: Activations, clip_mode: Literal["deferred", "two-pass"] = "deferred") -> Plan:
+    kinds: dict[str, Literal["embed", "block", "head"]] = {"EMBED": "embed", "L000": "block", "HEAD": "head"}
+    segments = [SegmentPlan(name, kind, trainable=True) for name, kind in kinds.items()]
+    segments[1] = replace(segments[1], activations=block)
+    return Plan(tuple(segments), False, 1, 1, 1, clip_mode=clip_mode)
+
+
 def test_figures_count_real_tokens(tmp_path: Path) -> None:
     batch = StepBatch((micro_batch([3, 4], 8), micro_batch([5], 8)), 12, 12)
     assert document_lengths(batch) == [3, 4, 5]
     spec = small_spec()
-    figures = Work(spec, (False,), 1e6).figures(batch, 2.0)
+    figures = Work(spec, small_plan("keep"), 1e6).figures(batch, 2.0)
     assert figures["mfu"] == pytest.approx(train_flops(spec, [3, 4, 5]) / 2.0 / 1e6)
     assert figures["hfu"] > figures["mfu"], "padding is work"
-    assert Work(spec, (True,), 1e6).figures(batch, 2.0)["hfu"] > figures["hfu"], "recomputing is work"
-    assert Work(spec, (False,), 1e6, backwards=2).figures(batch, 2.0)["hfu"] == pytest.approx(2 * figures["hfu"])
-    assert Work(spec, (True,), None).figures(batch, 2.0)["mfu"] is None
+    hfu = {way: Work(spec, small_plan(way), 1e6).figures(batch, 2.0)["hfu"] for way in get_args(Activations)}
+    assert hfu["recompute"] == hfu["offload"] > hfu["keep_attention"] > hfu["keep"], "recomputing is work"
+    twice = Work(spec, small_plan("keep", "two-pass"), 1e6).figures(batch, 2.0)
+    assert twice["hfu"] == pytest.approx(2 * figures["hfu"])
+    assert Work(spec, small_plan("recompute"), None).figures(batch, 2.0)["mfu"] is None
     result = StepResult(math.nan, math.inf, False, "w", 1.0, {"compute": 0.5, "disk": 0.0})
-    work = Work(spec, (False,), None)
+    work = Work(spec, small_plan("keep"), None)
     with Metrics(
         tmp_path / "m", tmp_path / "l", PlainDisplay(), torch.device("cpu"), work, logging_steps=2, num_steps=4
     ) as metrics:
@@ -120,7 +132,7 @@ def test_figures_count_real_tokens(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_no_more_lines_is_one_sentence(tmp_path: Path) -> None:
-    work = Work(small_spec(), (False,), None)
+    work = Work(small_spec(), small_plan("keep"), None)
     full = Path("/dev/full")
     for jsonl, log in ((full, tmp_path / "l"), (tmp_path / "m", full)):
         with Metrics(jsonl, log, PlainDisplay(), torch.device("cpu"), work, logging_steps=1, num_steps=1) as metrics:

@@ -73,7 +73,8 @@ def planned(
     plan_file: Path | None = None,
     described: Described | None = None,
 ) -> Planned:
-    """Resolve and plan; reads the config.json of `source` (None: of the config's model) and no weight.
+    """Resolve and plan; reads the config.json of `source` (None: of the config's model) and no weight. From here on
+    the framework's own kernels do what `deterministic` asks of them, unless another machine is planned for.
 
     `config`: with local folders only.
     `plan_file`: a plan to follow instead of choosing one. `described`: another machine than this one.
@@ -93,6 +94,8 @@ def planned(
         )
     question = question_of(spec, config, machine, rates)
     plan = search(question) if plan_file is None else read_plan(plan_file, spec)
+    if described is None and machine.device == "cuda":
+        repeat_bits(config.deterministic)  # here: it must precede the process's first product on the GPU
     return Planned(config, source, machine, rates, hf_config, spec, plan, memory_table(question, plan))
 
 
@@ -126,15 +129,8 @@ def _here(config: RunConfig) -> tuple[Machine, Rates]:
     return machine, likely_rates(machine) if measured is None else rates_of(measured)
 
 
-def hold_bits(run: Planned) -> None:
-    """What `deterministic` asks of the framework's own kernels; before the process's first product on the GPU."""
-    if run.device.type == "cuda":
-        repeat_bits(run.config.deterministic)
-
-
 def template_of(run: Planned) -> ModelTemplate:
     """The model's own layers, without weights; buffers that its folder holds are filled."""
-    hold_bits(run)
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
     template = ModelTemplate(
         _routed(run.hf_config, run.config),

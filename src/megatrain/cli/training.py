@@ -23,7 +23,7 @@ from megatrain.checkpoint import (
     write_hf_folder,
 )
 from megatrain.cli import show
-from megatrain.cli.assemble import Planned, engine_of, hold_bits, planned, store_of
+from megatrain.cli.assemble import Planned, engine_of, planned, store_of
 from megatrain.cli.datasets import batches_of, data_lines, held_out, num_steps_of, training_parts
 from megatrain.cli.folders import refuse_no_room
 from megatrain.cli.inputs import source_of
@@ -98,13 +98,8 @@ def train_config(
 
 def work_of(run: Planned) -> Work:
     """What a step's arithmetic is counted from, with the peak of this machine, measured now."""
-    hold_bits(run)  # the peak is measured by the first product there is
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
-    ways = [block.activations for block in run.plan.blocks]
-    attention_kept = frozenset(index for index, way in enumerate(ways) if way == "keep_attention")
-    recomputed = tuple(way != "keep" for way in ways)
-    backwards = 1 if run.plan.clip_mode == "deferred" else 2
-    return Work(run.spec, recomputed, matmul_flops_per_s(run.device, dtype), attention_kept, backwards)
+    return Work(run.spec, run.plan, matmul_flops_per_s(run.device, dtype))
 
 
 def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], metrics: Metrics) -> None:

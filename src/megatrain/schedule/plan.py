@@ -83,6 +83,21 @@ class Plan:
         return self.segments[1:-1]
 
     @property
+    def recomputed(self) -> tuple[bool, ...]:
+        """For each block, whether the backward pass computes its forward again."""
+        return tuple(block.activations != "keep" for block in self.blocks)
+
+    @property
+    def attention_kept(self) -> tuple[int, ...]:
+        """Blocks (from 0) whose recomputation does not attend again."""
+        return tuple(i for i, block in enumerate(self.blocks) if block.activations == "keep_attention")
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes of a step."""
+        return 1 if self.clip_mode == "deferred" else 2
+
+    @property
     def offloaded(self) -> tuple[int, ...]:
         """Blocks (from 0) whose inputs pass through the shared slots, in order."""
         return tuple(i for i, block in enumerate(self.blocks) if block.activations == "offload")

@@ -22,6 +22,7 @@ from megatrain.errors import UserError
 from megatrain.memory import peak_rss_bytes
 from megatrain.models.flops import hardware_flops, train_flops
 from megatrain.models.spec import ModelSpec
+from megatrain.schedule.plan import Plan
 from megatrain.train.progress import Display, Now
 from megatrain.train.trackers import Tracker, numbers_of
 
@@ -34,17 +35,15 @@ class Work:
     """What the arithmetic of a step is counted from. `peak_flops_per_s` None: not measured, so no share is claimed."""
 
     spec: ModelSpec
-    recomputed: tuple[bool, ...]  # one a block
+    plan: Plan
     peak_flops_per_s: float | None
-    attention_kept: frozenset[int] = frozenset()  # blocks, from 0, whose recomputation does not attend
-    backwards: int = 1  # 2: a step in two passes
 
     def figures(self, batch: StepBatch, step_s: float) -> dict[str, float | None]:
         """model_tflops (per second, useful work only), and the shares of the peak that useful and all work reach."""
         lengths = document_lengths(batch)
         padding = sum(len(m.input_ids_T) - m.num_tokens for m in batch.micro_batches)
         useful = train_flops(self.spec, lengths) / step_s
-        how = (self.recomputed, self.attention_kept, self.backwards)
+        how = (self.plan.recomputed, self.plan.attention_kept, self.plan.backwards)
         done = hardware_flops(self.spec, lengths, padding, *how) / step_s
         peak = self.peak_flops_per_s
         return {
