@@ -60,6 +60,10 @@ def run(*words: str) -> tuple[int, str, str]:
 def with_gpu(monkeypatch: pytest.MonkeyPatch, device: Device, gpu: Gpu = GPU) -> None:
     monkeypatch.setattr(doctor, "describe_gpu", lambda: gpu)
     monkeypatch.setattr(doctor, "TorchGpu", lambda: device)
+    monkeypatch.setattr(doctor, "attention", lambda *_, scale: None)
+    monkeypatch.setattr(doctor, "sustained_per_s", lambda work, *_: work() or 100.0)
+    monkeypatch.setattr(doctor, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(doctor, "ATTENTION", (8, 4, 2, 16))
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -112,11 +116,13 @@ def test_a_gpu_is_measured_and_its_memory_given_back(tmp_path: Path, monkeypatch
     code, out, _ = run(str(tmp_path), "--json")
     table = json.loads(out)
     verdicts = {check["name"]: check["verdict"] for check in table["checks"]}
-    for name in ("gpu", "hbm", "pin limit", "pcie", "small copies", "matmul", "dma slowdown"):
+    for name in ("gpu", "hbm", "pin limit", "pcie", "small copies", "matmul", "attention", "hbm rate", "dma slowdown"):
         assert verdicts[name] == "OK", name
     assert code == 0
     assert device.given_back == sum(device.pinned) == 192 * MIB  # 64 + 128, below the cap of 300
     assert table["measured"]["matmul_flops_per_s"] == {"bf16": 9e12, "fp32": 1e12}
+    pairs = 8 * 9 // 2  # of causal attention over 8 tokens; each: 2 multiply-adds in 4 heads of 16 channels
+    assert table["measured"]["attention_flops_per_s"] == 100 * pairs * 4 * 16 * 2 * 2
 
 
 def test_pins_take_a_tenth_of_the_ram_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,14 @@ GOOD = Measured(
     dram_copy_Bps=93e9,
     update_params_per_s=4e9,
     matmul_flops_per_s={"bf16": 785e12, "fp32": 50e12},
+    attention_flops_per_s=480e12,
+    hbm_Bps=4.1e12,
     dma_slowdown={"matmul": 1.02, "add": 1.05},
     disk=DISK,
 )
 ALL = [
     "gpu", "hbm", "ram", "cpu", "native core", "dram", "update", "pin limit", "pcie", "small copies", "matmul",
-    "dma slowdown", "disk space", "disk rate", "versions",
+    "attention", "hbm rate", "dma slowdown", "disk space", "disk rate", "versions",
 ]  # fmt: skip
 
 
@@ -77,6 +79,8 @@ BAD = [
     ("pcie", "WARN", link(both_d2h_Bps=25e9), "iommu"),
     ("small copies", "WARN", replace(GOOD, link=replace(LINK, small=((1 << 20, 9e9), (1 << 28, 55e9)))), "huge pages"),
     ("matmul", "WARN", replace(GOOD, matmul_flops_per_s={"bf16": 60e12, "fp32": 50e12}), "clocks"),
+    ("attention", "FAIL", lacking("attention", attention_flops_per_s=None), "triton"),
+    ("hbm rate", "FAIL", lacking("hbm rate", hbm_Bps=None), "HBM"),
     ("matmul", "FAIL", replace(GOOD, matmul_flops_per_s={}, failed={"matmul": "RuntimeError: no"}), "torch build"),
     ("dma slowdown", "WARN", replace(GOOD, dma_slowdown={"matmul": 1.0, "add": 1.9}), "power"),
     ("dma slowdown", "FAIL", replace(GOOD, dma_slowdown={}, failed={"dma slowdown": "RuntimeError: no"}), "HBM"),

@@ -11,7 +11,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import Machine
 from megatrain.hardware.described import likely_rates, machine_names, read_machine, to_json
 from megatrain.hardware.measured import Disk, Gpu, Host, Link, Measured, save_measured
-from megatrain.hardware.rates import ASSUMED, rates_of
+from megatrain.hardware.rates import ASSUMED, ATTENTION_SHARE, rates_of
 
 GIB = 1 << 30
 HOST = Host("a processor", "x86_64 avx2", 16, 1, 128 * GIB, 100 * GIB, None, None, 0.0)
@@ -25,6 +25,8 @@ MEASURED = Measured(
     dram_copy_Bps=186e9,
     update_params_per_s=4.1e9,
     matmul_flops_per_s={"bf16": 785e12, "fp32": 50e12},
+    attention_flops_per_s=480e12,
+    hbm_Bps=4.1e12,
     disk=Disk("ext4", 1000 * GIB, True, 1.7e9, 1.6e9),
 )
 
@@ -59,12 +61,18 @@ def test_the_doctors_file_is_a_machine(tmp_path: Path) -> None:
     rates = described.rates
     assert (rates.h2d_Bps, rates.d2h_Bps, rates.link_both_Bps) == (55e9, 54e9, 97e9)
     assert (rates.matmul_flops_per_s, rates.update_params_per_s, rates.dram_Bps) == (785e12, 4.1e9, 186e9)
+    assert (rates.attention_flops_per_s, rates.hbm_Bps) == (480e12, 4.1e12)
     assert (rates.disk_write_Bps, rates.disk_read_Bps) == (1.7e9, 1.6e9)
 
 
 def test_what_the_doctor_could_not_take_is_assumed() -> None:
-    bare = replace(MEASURED, link=None, dram_copy_Bps=None, update_params_per_s=None, matmul_flops_per_s={}, disk=None)
+    bare = replace(
+        MEASURED, link=None, dram_copy_Bps=None, update_params_per_s=None, matmul_flops_per_s={}, disk=None,
+        attention_flops_per_s=None, hbm_Bps=None,
+    )  # fmt: skip
     assert replace(rates_of(bare), source="") == replace(ASSUMED["cuda"], source="")
+    shared = rates_of(replace(bare, matmul_flops_per_s={"bf16": 800e12}))
+    assert shared.attention_flops_per_s == ATTENTION_SHARE * 800e12
     cpu = rates_of(replace(bare, gpu=None, dram_copy_Bps=80e9, update_params_per_s=2e9))
     assert (cpu.hbm_Bps, cpu.h2d_Bps) == (80e9, 40e9), "on a CPU, slots are host memory"
 

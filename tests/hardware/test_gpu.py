@@ -14,6 +14,7 @@ from megatrain.hardware.gpu import (
     Direction,
     Kernel,
     ask_smi,
+    measure_hbm_Bps,
     measure_link,
     measure_pin,
     measure_slowdown,
@@ -108,6 +109,12 @@ def test_slowdown_compares_the_same_kernels_with_copies_that_outlast_them() -> N
         assert under_copies[2] * LARGE_BYTES / 45e9 > 1.25 * 0.3
 
 
+def test_hbm_rate_counts_what_a_sum_reads_and_writes() -> None:
+    device = FakeDevice()
+    assert measure_hbm_Bps(device) == pytest.approx(3 * LARGE_BYTES / device.kernel_s("add", 1, 0))
+    assert device.asked[-2] == ("add", 30, 0)
+
+
 SMI = "NVIDIA H200, 565.57.01, Enabled, 8, 16\nNVIDIA H200, 565.57.01, Enabled, 16, 16\n"
 
 
@@ -159,6 +166,7 @@ def test_the_real_gpu() -> None:
         link = measure_link(device)
         assert 1e9 < link.both_h2d_Bps < 1.1 * link.h2d_Bps < 1e12
         assert 1e9 < link.both_d2h_Bps < 1.1 * link.d2h_Bps < 1e12
+        assert 1e11 < measure_hbm_Bps(device) < 1e14
         slowdown = measure_slowdown(device, link)
         assert all(0.9 < ratio < 3 for ratio in slowdown.values())
     assert torch.cuda.memory_allocated() <= 64 * MIB  # all given back, but for the workspace that cuBLAS keeps

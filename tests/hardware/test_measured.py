@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.hardware.host import count_listed, describe_host, versions
-from megatrain.hardware.measured import cache_file, load_measured, save_measured
+from megatrain.hardware.measured import FORMAT, cache_file, load_measured, save_measured
 from tests.hardware.test_checks import GOOD, GPU, HOST
 
 
@@ -26,7 +26,12 @@ def test_missing_damaged_and_foreign_files_are_none(tmp_path: Path) -> None:
     assert load_measured(path) is None
     save_measured(GOOD, path)
     text = path.read_text()
-    for bad in (text[:-40], text.replace('"format": 1', '"format": 2'), text.replace("93000000000.0", '"fast"'), "[]"):
+    for bad in (
+        text[:-40],
+        text.replace(f'"format": {FORMAT}', '"format": 0'),
+        text.replace("93000000000.0", '"fast"'),
+        "[]",
+    ):
         assert bad != text
         path.write_text(bad)
         assert load_measured(path) is None

@@ -19,16 +19,20 @@ from megatrain.hardware import checks as doctor_checks
 from megatrain.hardware.checks import Check
 from megatrain.hardware.disk import measure_disk
 from megatrain.hardware.dram import copy_Bps, update_params_per_s
-from megatrain.hardware.gpu import ask_smi, measure_link, measure_pin, measure_slowdown
+from megatrain.hardware.gpu import ask_smi, measure_hbm_Bps, measure_link, measure_pin, measure_slowdown
 from megatrain.hardware.host import describe_host, versions
 from megatrain.hardware.measured import Measured, cache_file, load_measured, save_measured, to_json
-from megatrain.hardware.probe import TorchGpu, describe_gpu, sustained_matmul_flops_per_s
+from megatrain.hardware.probe import TorchGpu, describe_gpu, sustained_matmul_flops_per_s, sustained_per_s
 from megatrain.memory.limits import available_ram_bytes, cgroup_limit_bytes, locked_memory_limit_bytes
+from megatrain.models.attention import attention
+from megatrain.models.flops import visible_pairs
 from megatrain.optim import AdamW, scalars, split, update_split
 from megatrain.optim.native import isas
 
 RAM_SHARE = 10  # never more than a tenth of the RAM that is available
 UPDATE_BYTES = 16  # a parameter: hi 2, lo 2, m, v and grad 4 each
+CUDA = torch.device("cuda")
+ATTENTION = (8192, 32, 8, 128)  # tokens, heads, key/value heads, head size: of an 8B model
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Taken = TypeVar("Taken")
 
@@ -123,8 +127,27 @@ def _with_gpu(measured: Measured, limits: Limits, taker: Taker) -> Measured:
     with TorchGpu() as device:
         pin = taker.take("pin limit", lambda: measure_pin(device, cap_bytes, limits.pin_s))
         link = taker.take("pcie", lambda: measure_link(device))
+        hbm_Bps = taker.take("hbm rate", lambda: measure_hbm_Bps(device))
         slowdown = {} if link is None else taker.take("dma slowdown", lambda: measure_slowdown(device, link))
-    return replace(measured, pin=pin, link=link, dma_slowdown=slowdown or {})
+    attention_flops_per_s = taker.take("attention", lambda: _attention_rate(limits.matmul_s["cuda"]))
+    return replace(
+        measured, pin=pin, link=link, hbm_Bps=hbm_Bps, attention_flops_per_s=attention_flops_per_s,
+        dma_slowdown=slowdown or {},
+    )  # fmt: skip
+
+
+def _attention_rate(limit_s: float) -> float:
+    """Operations a second of the forward of causal attention as training runs it by default."""
+    num_tokens, heads, kv_heads, size = ATTENTION
+    q_1HTD, k_1GTD, v_1GTD = (
+        torch.randn(1, count, num_tokens, size, device=CUDA, dtype=torch.bfloat16)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    one_document = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    per_s = sustained_per_s(
+        lambda: attention(q_1HTD, k_1GTD, v_1GTD, one_document, scale=size**-0.5), CUDA, 32, limit_s
+    )
+    return per_s * 4 * heads * size * visible_pairs(num_tokens, None)
 
 
 def _matmul_rates(start: Measured, limits: Limits) -> dict[str, float]:

@@ -211,6 +211,18 @@ def _matmul(m: Measured) -> list[Check]:
     return _one("matmul", found, (unused, "WARN", slow))
 
 
+def _attention(m: Measured) -> list[Check]:
+    if m.attention_flops_per_s is None:
+        return _failed(m, "attention", "pip install triton: attention on the GPU needs it")
+    return [Check("attention", "OK", f"bf16 {m.attention_flops_per_s / 1e12:.3g} TFLOP/s, deterministic, sustained")]
+
+
+def _hbm_rate(m: Measured) -> list[Check]:
+    if m.hbm_Bps is None:
+        return _failed(m, "hbm rate", "free some HBM and try again")
+    return [Check("hbm rate", "OK", f"{m.hbm_Bps / GB:.0f} GB/s (read + write)")]
+
+
 def _slowdown(m: Measured) -> list[Check]:
     if not m.dma_slowdown:
         return _failed(m, "dma slowdown", "free some HBM and try again")
@@ -267,6 +279,6 @@ def _cache(m: Measured) -> list[Check]:
 
 
 CHECKS: tuple[Callable[[Measured], list[Check]], ...] = (
-    _gpu, _hbm, _ram, _cpu, _native, _dram, _update, _pin, _link, _matmul, _slowdown, _disk, _disk_rate, _versions,
-    _cache,
+    _gpu, _hbm, _ram, _cpu, _native, _dram, _update, _pin, _link, _matmul, _attention, _hbm_rate, _slowdown, _disk,
+    _disk_rate, _versions, _cache,
 )  # fmt: skip

@@ -113,14 +113,24 @@ def _small_Bps(device: Device, size_bytes: int) -> float:
     return repeats * size_bytes / device.copy_s(("h2d",), size_bytes, repeats)["h2d"]
 
 
+def measure_hbm_Bps(device: Device) -> float:
+    """Bytes read and written a second by sums of large vectors."""
+    repeats = _repeats(device, "add")
+    return 3 * LARGE_BYTES * repeats / device.kernel_s("add", repeats, 0)
+
+
+def _repeats(device: Device, kernel: Kernel) -> int:
+    """How many of a kernel take KERNEL_S; it is warm then."""
+    device.kernel_s(kernel, 1, 0)
+    return max(4, round(KERNEL_S / (device.kernel_s(kernel, 4, 0) / 4)))
+
+
 def measure_slowdown(device: Device, link: Link) -> dict[str, float]:
     """Kernel -> its time while both copy lanes are busy throughout, over its time alone."""
     found = {}
     slower_Bps = min(link.both_h2d_Bps, link.both_d2h_Bps)
     for kernel in ("matmul", "add"):
-        device.kernel_s(kernel, 1, 0)  # warms up
-        once_s = device.kernel_s(kernel, 4, 0) / 4
-        repeats = max(4, round(KERNEL_S / once_s))
+        repeats = _repeats(device, kernel)
         alone_s = device.kernel_s(kernel, repeats, 0)
         copies = 1 + round(2 * alone_s * slower_Bps / LARGE_BYTES)  # busy for twice as long: also a halved kernel
         found[kernel] = device.kernel_s(kernel, repeats, copies) / alone_s

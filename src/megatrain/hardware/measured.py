@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-FORMAT = 1  # of the file; another number is no file of ours
+FORMAT = 2  # of the file; another number is no file of ours
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class Measured:
     dram_copy_Bps: float | None = None  # bytes read + bytes written
     update_params_per_s: float | None = None
     matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # dtype -> sustained rate
+    attention_flops_per_s: float | None = None  # of deterministic attention's forward on the GPU, bf16
+    hbm_Bps: float | None = None  # bytes read + bytes written
     dma_slowdown: Mapping[str, float] = field(default_factory=dict)  # kernel -> its time during copies / alone
     disk: Disk | None = None
     failed: Mapping[str, str] = field(default_factory=dict)

@@ -78,22 +78,27 @@ def disk_free_bytes(folder: Path) -> int:
 
 
 def sustained_matmul_flops_per_s(device: torch.device, dtype: torch.dtype, limit_s: float) -> float:
-    """What the device keeps up in products of random numbers: the rate of the second half of `limit_s`.
-
-    Random, as zeros draw less power; the second half, as the first second ran 10 % faster on an H200.
-    """
+    """What the device keeps up in products of random numbers; random, as zeros draw less power."""
     size, per_look = MATMUL_SIZE[device.type], MATMULS_PER_LOOK[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
+    return 2 * size**3 * sustained_per_s(lambda: torch.mm(a, b, out=out), device, per_look, limit_s)
+
+
+def sustained_per_s(work: Callable[[], object], device: torch.device, per_look: int, limit_s: float) -> float:
+    """How often a second `work` is done in the second half of `limit_s`, with a look at the clock every `per_look`.
+
+    The second half, as the first second ran 10 % faster on an H200.
+    """
     marks_s = [time.perf_counter()]
     while marks_s[-1] - marks_s[0] < limit_s:
         for _ in range(per_look):
-            torch.mm(a, b, out=out)
+            work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         marks_s.append(time.perf_counter())
     first = min(bisect.bisect_left(marks_s, marks_s[0] + limit_s / 2), len(marks_s) - 2)
-    return 2 * size**3 * per_look * (len(marks_s) - 1 - first) / (marks_s[-1] - marks_s[first])
+    return per_look * (len(marks_s) - 1 - first) / (marks_s[-1] - marks_s[first])
 
 
 def describe_gpu() -> Gpu | None:
