@@ -60,7 +60,7 @@ def run(*words: str) -> tuple[int, str, str]:
 def with_gpu(monkeypatch: pytest.MonkeyPatch, device: Device, gpu: Gpu = GPU) -> None:
     monkeypatch.setattr(doctor, "describe_gpu", lambda: gpu)
     monkeypatch.setattr(doctor, "TorchGpu", lambda: device)
-    monkeypatch.setattr(doctor, "attention", lambda *_, scale: None)
+    monkeypatch.setattr(doctor, "attention", lambda *_, **__: None)
     monkeypatch.setattr(doctor, "sustained_per_s", lambda work, *_: work() or 100.0)
     monkeypatch.setattr(doctor, "CUDA", torch.device("cpu"))
     monkeypatch.setattr(doctor, "ATTENTION", (8, 4, 2, 16))
