@@ -3,7 +3,8 @@
 Two corpora of the same rows, as conversations and as plain text. Two figures: tokens a second by the clock, which
 another program's load lowers, and tokens a second of processor time (of this process and of the one that reads for
 it), which times the cores is the most that an idle machine gives. `tokenizer` is the library's fastest call alone, on
-texts that are rendered already, in the same rounds: what is left for everything else. `make demo` fetches the default
+texts that are rendered already, in the same rounds: what is left for everything else; `of_tokenizer` is the share of
+its rate that all of preprocessing reaches, by the clock and in processor time. `make demo` fetches the default
 model and rows.
 """
 
@@ -72,6 +73,11 @@ def measure(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int, num
     wall_s, cpu_s, tokenizer_wall_s, tokenizer_cpu_s = (
         statistics.median(column) for times in (whole, alone) for column in zip(*times[1:], strict=True)
     )
+    shares = [  # round by round, so that a load that comes and goes meets both
+        tuple(part / all_of_it for part, all_of_it in zip(*pair, strict=True))
+        for pair in zip(alone[1:], whole[1:], strict=True)
+    ]
+    of_tokenizer, of_tokenizer_cpu = (round(statistics.median(column), 3) for column in zip(*shares, strict=True))
     return {
         "system": f"megatrain-{report.format}",
         "rows": report.rows_out,
@@ -82,6 +88,8 @@ def measure(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int, num
         "tokens_per_cpu_s": round(report.num_tokens / cpu_s),
         "tokenizer_tokens_per_s": round(report.num_tokens / tokenizer_wall_s),
         "tokenizer_tokens_per_cpu_s": round(report.num_tokens / tokenizer_cpu_s),
+        "of_tokenizer": of_tokenizer,
+        "of_tokenizer_cpu": of_tokenizer_cpu,
         "load_average": round(os.getloadavg()[0], 1),
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
 
-from megatrain.data.encode import Encoded, Encoder, TokenBytes, without_post_processor
+from megatrain.data.encode import Encoded, Encoder, TokenBytes, divider, without_post_processor
 from megatrain.data.texts import Text
 from tests.data.tiny_tokenizers import make_byte_tokenizer, make_word_tokenizer
 
@@ -46,6 +46,53 @@ def test_tokens_must_spell_each_text_and_not_only_all_of_them() -> None:
     assert [bound.tolist() for bound in bounds] == [[0, 1, 2], [1, 2, 3]]
     assert token_bytes.bounds(["a", "bc"], ids, np.array([2, 3])) is None
     assert token_bytes.bounds(["ab", "d"], ids, np.array([2, 3])) is None
+
+
+SYSTEM = "<|im_start|>system\nso<|im_end|>"
+ALIKE = [SYSTEM + rest
+         for rest in ("\n<|im_start|>user\nhi<|im_end|>", "", " <s>  hi", "<|im_end|>", "né\u0301", "<|im_e")]
+
+
+def test_what_texts_begin_with_alike_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<wide>", lstrip=True, rstrip=True)])
+    encoder = Encoder(tokenizer, max_length=99, truncation="keep_start", assistant_only_loss=True)
+    texts = [Text("chat", text, [3, len(text)]) for text in [*ALIKE, "no end"]]
+    calls: list[str] = []
+    whole = Tokenizer.encode_batch_fast
+    monkeypatch.setattr("megatrain.data.encode.Tokenizer.encode_batch_fast",
+                        lambda self, given, **how: (calls.extend(given), whole(self, given, **how))[1])
+    monkeypatch.setattr("megatrain.data.encode._by_offsets", None)      # the ids spell the texts as they are
+    together = encoded(encoder, texts)
+    assert calls.count(SYSTEM) == 1
+    assert sum(map(len, calls)) == sum(len(text.text) for text in texts) - (len(ALIKE) - 1) * len(SYSTEM)
+    monkeypatch.undo()
+    wide = [Text("chat", text + " <wide> \nhi", [3, 15]) for text in [*ALIKE, "no end"]]
+    backend = tokenizer.backend_tokenizer
+    for (ids, trained, _), text in zip([*together, *encoded(encoder, wide)], [*texts, *wide], strict=True):
+        assert ids == backend.encode(text.text, add_special_tokens=False).ids
+        assert trained == [end > 3 and start < text.edges[1]
+                           for start, end in backend.encode(text.text, add_special_tokens=False).offsets]
+
+
+def test_texts_are_divided_only_where_nothing_reaches_over() -> None:
+    def found(*others: AddedToken, **how: bool) -> str | None:
+        backend = without_post_processor(make_byte_tokenizer().backend_tokenizer)
+        backend.add_special_tokens([AddedToken("<end>", **{"normalized": False, **how}), *others])
+        return divider(backend, backend.token_to_id("<end>"))
+    assert found() == found(AddedToken("<other>", lstrip=True, rstrip=True)) == "<end>"
+    assert found(AddedToken("<end>\n")) is None
+    assert found(AddedToken("hi", single_word=True)) is None
+    assert [found(**{how: True}) for how in ("lstrip", "rstrip", "single_word", "normalized")] == [None] * 4
+    backend = without_post_processor(make_byte_tokenizer().backend_tokenizer)
+    assert divider(backend, None) is divider(backend, backend.token_to_id("a")) is None
+    end_id = backend.token_to_id("<|im_end|>")
+    assert divider(backend, end_id) == "<|im_end|>"
+    backend.encode_special_tokens = True
+    assert divider(backend, end_id) is None
+    backend.encode_special_tokens = False
+    backend.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
+    assert divider(backend, end_id) is None
 
 
 BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

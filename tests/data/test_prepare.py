@@ -217,12 +217,20 @@ def test_preview_shows_what_is_trained(write_rows: Write, options: Options, toke
 def test_what_was_loaded_before_is_no_garbage_meanwhile_and_may_be_afterwards(
         write_rows: Write, options: Options, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector stops all threads: while a data set is tokenised it does not look at all that is loaded."""
-    frozen = []
+    frozen, thresholds, before = [], [], gc.get_threshold()
     take = prepare_module._take
-    monkeypatch.setattr(prepare_module, "_take", lambda *args: (frozen.append(gc.get_freeze_count()), take(*args))[1])
+
+    def taken(*args: Any) -> None:
+        frozen.append(gc.get_freeze_count())
+        thresholds.append(gc.get_threshold())
+        take(*args)
+
+    monkeypatch.setattr(prepare_module, "_take", taken)
     prepare(options(write_rows([GOOD])), tokenizer)
     with pytest.raises(DataError, match="none of its 1 rows"):
         prepare(options(write_rows([3], "bad.jsonl"), format="text"), tokenizer)
     assert len(frozen) == 2
     assert min(frozen) > 10_000
     assert gc.get_freeze_count() == 0
+    assert min(thresholds)[0] > 10 * before[0]
+    assert gc.get_threshold() == before

@@ -50,6 +50,7 @@ class Encoder:
         self._eos_id: int | None = tokenizer.eos_token_id
         self._adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bare = without_post_processor(self._backend)
+        self._divider = divider(self._bare, self._eos_id)
         self._token_bytes = TokenBytes(self._backend)
         probe = np.array(self._backend.encode(PROBE, add_special_tokens=False).ids, np.int64)
         self._is_byte_level = self._token_bytes.bounds([PROBE], probe, np.array([len(probe)])) is not None
@@ -105,8 +106,21 @@ class Encoder:
                 yield _by_offsets(encoding, its_edges)
             return
         # Without offsets the library needs a quarter less time, and where tokens are bytes their lengths say the same.
-        listed = [encoding.ids for encoding in self._bare.encode_batch_fast(texts, add_special_tokens=False)]
-        yield from self._by_bytes(texts, listed, edges)
+        yield from self._by_bytes(texts, self._ids(texts), edges)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text. Where most texts begin alike, up to their first end of a turn (a system prompt: a tenth
+        of short chats), that is tokenised once."""
+        heads = [""] * len(texts)
+        if self._divider:
+            heads = [head + end for head, end, _ in (text.partition(self._divider) for text in texts)]
+        distinct = list(dict.fromkeys(heads))
+        if 2 * len(distinct) > len(texts):
+            heads, distinct = [""] * len(texts), [""]
+        rests = [text[len(head):] for head, text in zip(heads, texts, strict=True)]
+        found = [one.ids for one in self._bare.encode_batch_fast([*distinct, *rests], add_special_tokens=False)]
+        ids_of = dict(zip(distinct, found, strict=False))
+        return [ids_of[head] + ids for head, ids in zip(heads, found[len(distinct):], strict=True)]
 
     def _by_bytes(self, texts: list[str], listed: list[list[int]],
                   edges: Sequence[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -161,6 +175,19 @@ def without_post_processor(backend: Tokenizer) -> Tokenizer:
     remade = sorted(bare.get_added_tokens_decoder().items())
     ids, bare_ids = (one.encode(PROBE, add_special_tokens=False).ids for one in (backend, bare))
     return bare if repr(remade) == repr(added) and ids == bare_ids else backend     # == sees the text of tokens alone
+
+
+def divider(bare: Tokenizer, eos_id: int | None) -> str | None:
+    """The end-of-sequence token as text, if a text's ids are those up to its first one and those of the rest: nothing
+    then reaches over it. None if that is not certain."""
+    tokens = bare.get_added_tokens_decoder()
+    end = tokens.pop(eos_id, None) if eos_id is not None else None
+    if end is None or bare.post_processor is not None or bare.encode_special_tokens:
+        return None
+    reaches = end.lstrip or end.rstrip or end.normalized or end.single_word
+    if reaches or any(token.single_word or end.content in token.content for token in tokens.values()):
+        return None
+    return end.content
 
 
 class TokenBytes:

@@ -205,12 +205,13 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise BadSample("a message has no role")
     kept = {key: value for key, value in message.items() if value is not None}
-    kept["content"] = _content(kept.get("content"))
+    if not isinstance(kept.get("content"), str):
+        kept["content"] = _content(kept.get("content"))
     if "tool_calls" in kept:
         if not isinstance(kept["tool_calls"], list):
             raise BadSample("`tool_calls` is not a list")
         kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
-    return _with_weight(kept)
+    return _with_weight(kept) if "train" in kept or "weight" in kept else kept
 
 
 def _with_weight(message: dict[str, Any]) -> dict[str, Any]:
@@ -230,8 +231,6 @@ def _with_weight(message: dict[str, Any]) -> dict[str, Any]:
 def _content(content: Any) -> str:
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     if not isinstance(content, list):
         raise BadSample(f"message content is {type(content).__name__}, not text")
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None

@@ -18,7 +18,7 @@ import numpy as np
 from megatrain.data.encode import Encoded, Encoder
 from megatrain.data.formats import REMEDIES, BadSample
 from megatrain.data.options import MAX_LISTED, BadRow, DataOptions, Format, Report
-from megatrain.data.reader import Batch, Request, texts_from_process
+from megatrain.data.reader import GARBAGE_AFTER, Batch, Request, texts_from_process
 from megatrain.data.rows import list_files
 from megatrain.data.sandbox import PINNED_DATE, source_of
 from megatrain.data.texts import Text
@@ -98,10 +98,13 @@ class _Account:
 def _loaded_is_no_garbage() -> Iterator[None]:
     """Python's collector looks at what is made meanwhile, and not at all that transformers has loaded: one look at that
     takes 0.15 s, in which no thread goes on."""
+    thresholds = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(GARBAGE_AFTER)
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

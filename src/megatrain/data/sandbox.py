@@ -113,11 +113,13 @@ class Sandbox:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return self._environment.from_string(self._source)
+        template = self._environment.from_string(self._source)
+        template.globals = dict(template.globals)   # read for every row, a fifth of its time as the chain that it was
+        return template
 
     def render(self, messages: Messages, tools: list[Any] | None, prompt: bool = False) -> Rendered:
         """The conversation as text; BadSample where the template refuses it, or takes too much of anything."""
-        num_chars = num_chars_in(messages) + num_chars_in(tools)
+        num_chars = num_chars_in([messages, tools])
         limit_chars = SPARE_CHARS + GROWTH * num_chars
         blocks: list[str] = []
         made_chars = 0

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -52,8 +51,15 @@ class ChatTemplate:
         return self._rendered(messages, tools, prompt).text
 
     def _rendered(self, messages: Messages, tools: list[Any] | None, prompt: bool = False) -> Rendered:
-        with self._counted():
+        """The last time-out of MAX_TIMEOUTS is a DataError; those before it cost their row."""
+        try:
             return self._sandboxes[bool(tools)].render(messages, tools, prompt)
+        except TemplateTimeout as bad:
+            self._timeouts += 1
+            if self._timeouts < MAX_TIMEOUTS:
+                raise
+            raise DataError(f"{bad} on {self._timeouts} conversations; it may have no end: mend the chat template of "
+                            "the tokenizer, or take out the very long conversations") from None
 
     def marked_turns(self, chat: Chat) -> tuple[str, list[Span]]:
         """A conversation whose template has generation marks as text, and its trained turns: what is marked, each with
@@ -76,18 +82,6 @@ class ChatTemplate:
         if len(spans) != len(turns):
             raise BadSample("the turns that are not to be trained cannot be matched with the template's marked turns")
         return full, [span for i, span in zip(turns, spans, strict=True) if i not in untrained]
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """The last time-out of MAX_TIMEOUTS is a DataError; those before it cost their row."""
-        try:
-            yield
-        except TemplateTimeout as bad:
-            self._timeouts += 1
-            if self._timeouts < MAX_TIMEOUTS:
-                raise
-            raise DataError(f"{bad} on {self._timeouts} conversations; it may have no end: mend the chat template of "
-                            "the tokenizer, or take out the very long conversations") from None
 
     def spans(self, chat: Chat, full: str, roles: Set[str] = frozenset({ASSISTANT})) -> list[Span]:
         """The trained turns of `full`, the rendered conversation, in order; BadSample when they cannot be told."""
@@ -167,7 +161,7 @@ class ChatTemplate:
         if not self.header or not self.ends or full.count(self.header) != num_turns:
             return None
         spoken = "\0".join(texts_in(chat.messages))
-        if any(spelt in spoken for spelt in (self.header.strip(), *self.ends)):
+        if self.header.strip() in spoken or self._end.search(spoken):
             return None
         spans, at = [], 0
         for _ in range(num_turns):
