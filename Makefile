@@ -8,7 +8,8 @@
 # All of them set up .venv first: they need Python 3.11 or newer (PYTHON=…) and, for the fast optimizer, a C++ compiler.
 
 # Rooms that the type checker passes without a complaint: the list only grows.
-TYPED := cli checkpoint codec config.py config_page.py config_spellings.py config_values.py config_yaml.py errors.py \
+TYPED := cli checkpoint codec config.py config_keys.py config_page.py config_run.py config_spellings.py config_values.py \
+	config_yaml.py errors.py \
 	hardware importers optim planner report store train
 # The report page is looked at where a Chromium is installed; elsewhere only its structure is tested, and that is said.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)

@@ -164,7 +164,7 @@ def read_config_text(content: bytes, source: str, overrides: Sequence[str] = ())
 
 def spellings(path: Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Our key -> how the file or the words spell it, where that is another tool's way."""
-    raw = with_words(parse_mapping(path.read_bytes(), str(path)), overrides)
+    raw = with_words(parse_mapping(read_bytes(path), str(path)), overrides)
     found = {ALIASES[name]: name for name in raw if name in ALIASES}
     factors = [name for name in raw if name in BATCH_FACTORS]
     return found | ({"train_batch_size": " × ".join(factors)} if factors else {})

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Discriminator, Field, PlainSerializer, Tag
 
-from megatrain.config_values import STRICT, DatasetPart, Memory
+from megatrain.config_values import STRICT, DatasetPart, Memory, PathText
 
 Group = Literal["run", "data", "optimisation", "numerics", "placement", "output"]
-DatasetPath = Annotated[str, Field(min_length=1), Tag("path")]
+DatasetPath = Annotated[PathText, Tag("path")]
 DatasetParts = Annotated[tuple[DatasetPart, ...], Field(min_length=1), Tag("parts")]
 Dataset = Annotated[
     DatasetPath | DatasetParts, Discriminator(lambda value: "parts" if isinstance(value, tuple) else "path")
@@ -30,12 +30,12 @@ class RunConfig(BaseModel):
 
     model_config = STRICT
 
-    model: str = _key(..., "run", "folder of a Hugging Face model (config.json, safetensors, tokenizer)", min_length=1)
+    model: PathText = _key(..., "run", "folder of a Hugging Face model (config.json, safetensors, tokenizer)")
     dataset: Dataset = _key(
         ..., "data", "file or folder of rows, or a list of {path, format, repeat, weight}; formats are detected"
     )
-    eval_dataset: str | None = _key(None, "output", "file or folder of held-out rows")
-    output_dir: str = _key("runs/run", "output", "the run folder; one run owns it")
+    eval_dataset: PathText | None = _key(None, "output", "file or folder of held-out rows")
+    output_dir: PathText = _key("runs/run", "output", "the run folder; one run owns it")
 
     max_length: int = _key(
         2048, "data", "tokens of one row; longer samples are cut; left out: fewer if the model knows fewer", ge=8

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 from pydantic_core import ErrorDetails
 
 STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
@@ -56,6 +56,15 @@ Size = Annotated[
 ]
 
 
+def _no_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("no name of a file has a NUL character in it")
+    return text
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_no_nul)]
+
+
 def what_is_wrong(detail: ErrorDetails) -> str:
     """Why a value was refused, in our words where pydantic's speak of Python."""
     if detail["input"] is None:
@@ -83,7 +92,7 @@ class DatasetPart(BaseModel):
     """One of several datasets. `repeat`: how often an epoch holds its rows; `weight`: its share of the epoch's rows."""
 
     model_config = STRICT
-    path: str = Field(description="file or folder of rows", min_length=1)
+    path: PathText = Field(description="file or folder of rows")
     format: Literal["messages", "text", "prompt_completion", "alpaca", "sharegpt"] | None = Field(
         default=None, description="format of the rows; null: detected"
     )

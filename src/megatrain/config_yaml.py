@@ -16,6 +16,7 @@ from megatrain.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
+MAX_BYTES = 1 << 20  # a config is a page; data, a disk or /dev/zero given in its place is not read to its end
 
 
 class ConfigValue(NamedTuple):
@@ -28,9 +29,13 @@ class ConfigValue(NamedTuple):
 def read_bytes(path: Path) -> bytes:
     """What a config file holds; ConfigError, with what stands there in its place, if it cannot be read."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}; {_instead_of(path)}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"config file {path} is longer than {MAX_BYTES >> 20} MiB; {_instead_of(path)}")
+    return content
 
 
 def _instead_of(path: Path) -> str:

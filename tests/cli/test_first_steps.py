@@ -81,6 +81,8 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn/config.yaml").write_text("model: m\ndataset: d\n")
     (tmp_path / "torn/plan.json").write_text("{")
+    (tmp_path / "endless.yaml").symlink_to("/dev/zero")
+    (tmp_path / "nul.yaml").write_text('model: m\ndataset: d\noutput_dir: "a\\0b"\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "a.jsonl").write_text("")
@@ -104,6 +106,14 @@ def test_a_mistake_is_answered_before_torch_is_imported(tmp_path: Path) -> None:
         "data preview lost.yaml model=model": "dataset d does not exist",
         "eval run --dataset b.jsonl": "eval_dataset b.jsonl does not exist",
         "plan bad.yaml": "unknown key",
+        "train endless.yaml": "endless.yaml is longer than 1 MiB; give a YAML file",
+        "config show endless.yaml": "is longer than 1 MiB",
+        "config import endless.yaml": "is longer than 1 MiB",
+        "train nul.yaml": "no name of a file has a NUL character",
+        "train lost.yaml eval_dataset=''": "eval_dataset is ''; it may not be empty",
+        "train lost.yaml output_dir=''": "output_dir is ''; it may not be empty",
+        "init no/folder/my.yaml": "no/folder is no folder; make it first",
+        "chat run --prompt a --temperature 1e-9": "1e-09; give 0 for the likeliest word, or 0.0001 or more",
         "plan torn lerning_rate=1": "unknown key",
         "data preview none.yaml": "cannot be read",
         "resume none": "it is not there",
@@ -228,6 +238,14 @@ def test_a_folder_of_several_formats_is_warned_of(run_config: Path, tmp_path: Pa
         assert warning in capsys.readouterr().out
     assert megatrain("data", "preview", run_config) == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_a_preview_shows_control_characters_and_obeys_none(run_config: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "one\x1b[31m two\x9b1m\nthree\x07\x7f"}) + "\n")
+    assert megatrain("data", "preview", run_config, f"dataset={tmp_path}/bad.jsonl") == 0
+    shown = capsys.readouterr().out
+    assert "one␛[31m two\ufffd1m\nthree␇␡" in shown
+    assert not [character for character in shown if ord(character) < 32 and character not in "\n\t"]
 
 
 def test_a_preview_breaks_no_line(run_config: Path, tmp_path: Path, capsys: Captured) -> None:

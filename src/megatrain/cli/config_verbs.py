@@ -63,6 +63,8 @@ def write_new(path: Path, text: str) -> None:
     """Write a file that is not there yet; ConfigError if it is, or cannot be written."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} cannot be written: {path.parent} is no folder; make it first") from None
     except FileExistsError:
         raise ConfigError(f"{path} is already there and is not overwritten; name another file") from None
     except OSError as error:

@@ -43,7 +43,8 @@ def one_sentence() -> Iterator[None]:
     except UserError as error:
         _fail(str(error), 2)
     except MemoryError as error:
-        _fail(f"host memory ran out ({error}); end other programs, or raise the memory limit of the container", 2)
+        what = f"host memory ran out ({error})" if str(error) else "host memory ran out"
+        _fail(f"{what}; end other programs, or raise the memory limit of the container", 2)
     except OSError as error:
         _fail(_of_system(error), 2)
     except Stopped as stopped:

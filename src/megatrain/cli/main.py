@@ -49,6 +49,7 @@ Steps = Annotated[
     typer.Option("--step", help="Checkpoint of a run: its number, latest, best, base or all. May be repeated."),
 ]
 OFFLINE = "--offline"
+LEAST_TEMPERATURE = 1e-4  # what a model says, divided by it, is still a number in fp32
 PlanFile = Annotated[Path | None, typer.Option(help="Follow this plan.json instead of choosing.", metavar="FILE")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
 
@@ -210,7 +211,7 @@ def chat(
         float | None, typer.Option(min=0.0, help="0: the likeliest word. Default: as the model's folder says, else 0.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     step: Step = "latest",
     raw: Raw = False,
 ) -> None:
@@ -219,6 +220,10 @@ def chat(
 
     if raw and system is not None:
         raise ConfigError("--raw continues text as it is, so --system has no place; leave one of them out")
+    if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature is {temperature:g}; give 0 for the likeliest word, or {LEAST_TEMPERATURE} or more"
+        )
     path = located(path)
     config = config_to_chat(path, words or (), step)
 

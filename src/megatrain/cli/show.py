@@ -8,6 +8,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
+from megatrain.cli.streams import visible
 from megatrain.config import RunConfig, yaml_scalar
 from megatrain.data import PreviewRow, Report
 from megatrain.hardware import Machine
@@ -130,7 +131,8 @@ def show_preview(path: str, report: Report, rows: Sequence[PreviewRow]) -> None:
         console.print(f"\n{row.file}:{row.line}  {row.num_tokens} tokens, {row.num_trained} trained", markup=False)
         text = Text()
         for piece, trained in row.pieces:
-            text.append(f"⟦{piece}⟧" if trained else piece, style="green" if trained else "dim")
+            shown = visible(piece)
+            text.append(f"⟦{shown}⟧" if trained else shown, style="green" if trained else "dim")
         console.print(text)
     console.print("\nlengths (tokens, at most: samples)")
     most = max(report.length_histogram.values(), default=1)

@@ -6,6 +6,15 @@ import os
 import sys
 from io import TextIOWrapper
 
+# Control characters but for line feed and tab -> a picture of them: a terminal obeys escape sequences.
+PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def visible(text: str) -> str:
+    """`text` as it may be shown on a terminal, whoever wrote it."""
+    return text.translate(PICTURES)
+
 
 def make_streams_usable() -> None:
     """All three are there, and no character is refused: one that a terminal has not is shown as "?".
