@@ -83,9 +83,12 @@ def chosen(run: Planned, price: Price) -> dict[str, object]:
         "budget_bytes": dict(table.budgets),
         "rows": {f"{row.tier}: {row.component}": row.num_bytes for row in table.rows},
         "predicted_working_bytes": {
-            "BACKWARD": sizes.block_working_bytes(run.question.shapes),
+            "BACKWARD": run.question.shapes.block_working_bytes,
             "HEAD": sizes.head_working_bytes(run.question.shapes),
             "EMBED_BACKWARD": sizes.embedding_working_bytes(run.question.shapes),
+            "BACKWARD of what is kept": max(
+                sizes.backward_working_bytes(run.question.shapes, block.name, is_kept=True) for block in run.plan.blocks
+            ),
             "kept by a FORWARD": max(run.question.shapes.saved_bytes.values()),
         },
     }  # fmt: skip

@@ -12,6 +12,7 @@ from megatrain.engine.places import Places
 from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import account, sizes
+from megatrain.planner.ledger import Entries, Ledger
 from megatrain.store import SegmentStore, WaitingInputs
 from tests.engine.streamed import Placement, make_plan
 from tests.engine.test_identity import ALL, PLACEMENTS, _fitting
@@ -50,12 +51,13 @@ def test_the_plan_counts_what_is_taken(
     taken = {tier: sum(kinds.values()) for tier, kinds in store.num_bytes().items()}
     slots_bytes = sum(sizes.slot_bytes(spec, plan, layouts, compute_bytes, TOKENS).values())
 
+    ledger = Ledger(Entries(shapes), plan)
     counted_device_bytes = (
-        sum(sizes.segment_hbm_bytes(shapes, segment) for segment in plan.segments)
-        + sum(sizes.pool_bytes(shapes, plan))
-        + sizes.tied_gradient_bytes(shapes, plan)
-        + sizes.boundary_bytes(shapes, plan)
-        + sizes.kept_attention_bytes(shapes, plan)
+        ledger.total_bytes("own")
+        + sum(ledger.pool_bytes())
+        + ledger.tied_gradient_bytes()
+        + ledger.boundary_bytes()
+        + ledger.kept_attention_bytes()
     )
     assert counted_device_bytes == slots_bytes + taken.get("hbm", 0)
     assert slots_bytes <= places.arena.num_bytes <= slots_bytes + 256 * len(places.arena._pieces)
@@ -67,7 +69,7 @@ def test_the_plan_counts_what_is_taken(
     assert taken.get("ram", 0) <= reserved <= taken.get("ram", 0) + PAGE_BYTES * (len(in_ram) + 2)
     waits = plan.round_micro_batches * len(plan.waiting_in_ram)
     waiting_bytes = 0 if waiting._arena is None else waiting._arena.num_bytes
-    assert sizes.waiting_bytes(shapes, plan) <= waiting_bytes <= sizes.waiting_bytes(shapes, plan) + PAGE_BYTES * waits
+    assert ledger.waiting_bytes() <= waiting_bytes <= ledger.waiting_bytes() + PAGE_BYTES * waits
     waiting.close()
     store.close()
 

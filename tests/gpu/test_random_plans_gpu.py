@@ -86,7 +86,8 @@ def planned_bytes(plan: Plan, tied: bool) -> tuple[int, int]:
     table = memory_table(question, plan)
     rows = {row.component: row.num_bytes for row in table.rows if row.tier == "hbm"}
     total = table.total_bytes("hbm") - sizes.CONTEXT_HBM_BYTES
-    return total, total - sum(size for name, size in rows.items() if name.startswith(("working", "kept")))
+    sometimes = ("working", "kept", "unused", "rotary")
+    return total, total - sum(size for name, size in rows.items() if name.startswith(sometimes))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

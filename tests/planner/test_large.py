@@ -33,11 +33,16 @@ class Model:
     active: int  # of a block, that a token is multiplied with
     experts: int  # of those, in experts
     widths: int  # Σ (inputs + outputs) of a block's matrices, for one token
+    saved: int  # elements that autograd saves of a block for one token, without lse
+    widest: int  # of a block's matrices, for one token
+    largest: int  # gradient that is in the compute dtype at one time, elements
     hidden: int
     vocab: int
     blocks: int
     attention: tuple[int, ...]  # forward operations of each block over one micro-batch
     attended: int  # bytes that the attention of a block gives for one token: out in bf16, lse in fp32
+    attended_width: int  # elements of out
+    rotary: int  # bytes of the rotary tables for one token: cos and sin for each kind of attention
     tied: bool
 
     @property
@@ -61,11 +66,17 @@ def gpt_oss(length: int) -> Model:
         active=rest + k * expert,
         experts=k * expert,
         widths=2 * (d + q) + 2 * (d + kv) + (d + e) + k * (d + 2 * f + f + d),
+        # q k v, what they read, what attention gives, h behind it, what the router reads and gives; experts
+        saved=q + 2 * kv + d + q + d + (d + e) + 4 * e + k * (d + 2 * f + f + d),
+        widest=k * 2 * f,
+        largest=e * (d * 2 * f + f * d),
         hidden=d,
         vocab=v,
         blocks=c["num_hidden_layers"],
         attention=tuple(4 * q * pairs[i % 2] * (T // length) for i in range(c["num_hidden_layers"])),
         attended=2 * q + 4 * c["num_attention_heads"],
+        attended_width=q,
+        rotary=2 * 2 * 2 * c["head_dim"],
         tied=False,
     )
 
@@ -81,11 +92,16 @@ def dense(length: int) -> Model:
         active=block,
         experts=0,
         widths=4 * 2 * d + 2 * (d + f),
+        saved=4 * d + d + d + d + f + f,  # q k v and what they read, attention, h behind it, three of the MLP
+        widest=f,
+        largest=d * f,
         hidden=d,
         vocab=v,
         blocks=n,
         attention=tuple(4 * d * (length * (length + 1) // 2) * (T // length) for _ in range(n)),
         attended=2 * d + 4 * c["num_attention_heads"],
+        attended_width=d,
+        rotary=2 * 2 * d // c["num_attention_heads"],
         tied=True,
     )
 
@@ -179,11 +195,11 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     streams = model.blocks - len(resident) - len(own)
     round_size = plan["round_micro_batches"]
     aside, slots = offloaded(shown)
-    backward = T * model.widths * 2 + 4 * T * d * 2 + model.block * 2
+    saved = T * (2 * model.saved + model.attended - 2 * model.attended_width)  # lse in fp32
     working = {
-        "backward of a block": backward,
-        "head and loss": CHUNK * v * 6 + v * d * 2 + 5 * T * d * 2,
-        "backward of the embedding": 6 * v * d + T * d * 2,
+        "backward of a block": saved + T * d * 2 + T * model.widest * 2 + model.largest * 2,
+        "head and loss": CHUNK * v * 6 + v * d * 2 + CHUNK * d * 2 + 5 * T * d * 2,
+        "backward of the embedding": 10 * T * d,
     }
     peak = max(working, key=lambda phase: working[phase])
     away = away_from(shown)
@@ -201,13 +217,15 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "kept attention of a round": round_size * len(attention_kept(shown)) * T * model.attended,
         "block inputs waiting in RAM": round_size * waiting(shown) * T * d * 2,
         f"working memory ({peak})": working[peak],
-        "CUDA libraries": 800 * MIB,
+        "rotary tables of a round": round_size * T * model.rotary,
+        "unused pieces of the working memory": 1.2 * 2 * max(v * d, CHUNK * v, T * model.widest, model.largest),
+        "CUDA libraries": 880 * MIB,
         "weights": 2 * parameters(model, away),
         "optimizer state": 10 * parameters(model, places["ram"]),
         "gradients": 4 * (plan["grad_landing_slots"] * largest if two_passes(shown) else parameters(model, away)),
         "landing slots of the disk": landing,
         "optimizer state on disk": 10 * parameters(model, places["disk"]),
-        "program and libraries": 3200 * MIB,
+        "program and libraries": 2000 * MIB,
         "checkpoint writer": 96 * MIB if copies else 0,
         f"checkpoints ({copies})": copies * 12 * model.total,
     }
@@ -233,7 +251,7 @@ def test_totals_add_up_and_budgets_are_the_machines(case: Case, shown: dict[str,
     for tier, total in shown["totals"].items():
         assert total == sum(row["num_bytes"] for row in shown["memory"] if row["tier"] == tier)
         assert shown["budgets"][tier] == machine[budgets[tier]]
-        assert total <= 0.95 * shown["budgets"][tier]
+        assert total <= {"hbm": 0.985}.get(tier, 0.95) * shown["budgets"][tier]
     assert shown["verdict"] == "FITS"
     assert shown["misfit"] is None
 

@@ -108,7 +108,7 @@ def test_a_model_that_does_not_fit_streams_and_uses_what_is_spare() -> None:
     states = [segment.state for segment in plan.segments]
     assert states[0] == "hbm"
     assert 0 < states[1:-1].count("hbm") < 48
-    assert states == sorted(states), "the front segments are the resident ones"
+    assert states[:-1] == sorted(states[:-1]), "the front segments are the resident ones"
     assert table.verdict("hbm") == "FITS"
     assert row_bytes(table, "gradients") == 4 * sum(
         layout_of(s).num_trainable for s, p in zip(spec.segments, plan.segments, strict=True) if p.state == "ram"
@@ -116,13 +116,14 @@ def test_a_model_that_does_not_fit_streams_and_uses_what_is_spare() -> None:
 
 
 def test_what_is_needed_first_is_resident_first() -> None:
-    """From the front: HEAD's update has the whole forward pass to hide behind. (In two passes they are spread.)"""
+    """From the front, HEAD second or last: its update has the whole forward pass to hide behind. (In two passes they
+    are spread.)"""
     spec = spec_of(8, 4096, tied=False, vocab_size=100_000)
     config = config_of("cuda", activations="recompute", clip_mode="deferred")
     plan, _ = plan_run(spec, config, replace(GPU, hbm_free_bytes=32 * GIB))
     states = [segment.state for segment in plan.segments]
     assert 3 <= states.count("hbm") <= 8
-    assert states == sorted(states), "hbm first, then ram"
+    assert states[:-1] == sorted(states[:-1]), "hbm first, then ram"
 
 
 def test_more_rounds_when_activations_do_not_fit() -> None:

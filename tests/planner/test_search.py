@@ -146,25 +146,25 @@ def test_blocks_below_all_that_is_trained_keep_nothing() -> None:
 
 def test_the_disk_takes_what_ram_cannot_and_no_more() -> None:
     asked = question(train_batch_size=8, clip_mode="deferred")
-    plenty, short = search(with_memory(asked, 6, 60)), search(with_memory(asked, 6, 10))
+    plenty, short = search(with_memory(asked, 6, 60)), search(with_memory(asked, 6, 8.8))
     assert (plenty.disk_slots, sum(s.state == "disk" for s in plenty.segments)) == (0, 0)
     on_disk = [s.state == "disk" for s in short.segments]
     assert any(on_disk)
-    table = memory_table(with_memory(asked, 6, 10), short)
+    table = memory_table(with_memory(asked, 6, 8.8), short)
     assert table.overall == "FITS"
     first = on_disk.index(True)
     back = replace(short, segments=tuple(
         replace(s, state="ram") if i == first else s for i, s in enumerate(short.segments)
     ))  # fmt: skip
-    assert memory_table(with_memory(asked, 6, 10), back).verdict("ram") != "FITS", "one more would have fitted RAM"
+    assert memory_table(with_memory(asked, 6, 8.8), back).verdict("ram") != "FITS", "one more would have fitted RAM"
 
 
 def test_two_passes_are_taken_where_ram_is_short_of_gradients_and_not_where_they_are_refused() -> None:
     """A short step hides no disk behind it: computing twice is cheaper than writing states."""
     asked = question(train_batch_size=2)
-    roomy, short = search(with_memory(asked, 6, 60)), search(with_memory(asked, 6, 10))
+    roomy, short = search(with_memory(asked, 6, 60)), search(with_memory(asked, 6, 8.8))
     assert (roomy.clip_mode, short.clip_mode) == ("deferred", "two-pass")
-    assert memory_table(with_memory(asked, 6, 10), short).overall == "FITS"
+    assert memory_table(with_memory(asked, 6, 8.8), short).overall == "FITS"
     for mode in ("deferred", "two-pass"):
         obeyed = search(with_memory(question(train_batch_size=2, clip_mode=mode), 8, 60))
         assert obeyed.clip_mode == mode
@@ -172,7 +172,7 @@ def test_two_passes_are_taken_where_ram_is_short_of_gradients_and_not_where_they
 
 def test_gradients_that_differ_from_run_to_run_are_not_computed_twice() -> None:
     asked = question(train_batch_size=2, deterministic=False)
-    assert search(with_memory(asked, 6, 10)).clip_mode == "deferred"
+    assert search(with_memory(asked, 6, 8.8)).clip_mode == "deferred"
 
 
 def with_frozen(spec: ModelSpec, count: int) -> ModelSpec:

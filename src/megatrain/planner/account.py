@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatrain.config import RunConfig
 from megatrain.hardware import Machine
 from megatrain.hardware.rates import Rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
-from megatrain.planner.landing import landing_bytes
+from megatrain.planner.ledger import Entries, Ledger
 from megatrain.planner.prediction import Workload
 from megatrain.planner.sizes import Shapes, layouts_of, shapes_of
 from megatrain.planner.table import TIERS, MemoryRow, MemoryTable
@@ -29,6 +30,18 @@ class Question:
     def num_micro_batches(self) -> int:
         return self.work.num_micro_batches
 
+    @cached_property
+    def entries(self) -> Entries:
+        """The bytes of every segment that a plan of it is made of."""
+        return Entries(self.shapes)
+
+    @cached_property
+    def budgets(self) -> dict[Tier, int]:
+        """What each tier may hold: what the user allows, but never more than the machine has free."""
+        memory, has = self.config.memory, free_bytes(self.machine)
+        asked: dict[Tier, int | None] = {"hbm": memory.hbm, "ram": memory.ram, "disk": memory.disk}
+        return {tier: has[tier] if wish is None else min(has[tier], wish) for tier, wish in asked.items()}
+
     @property
     def machine_tier(self) -> Tier:
         return "hbm" if self.machine.device == "cuda" else "ram"
@@ -46,41 +59,42 @@ def question_of(spec: ModelSpec, config: RunConfig, machine: Machine, rates: Rat
 def memory_table(question: Question, plan: Plan) -> MemoryTable:
     """Every row of the table, for this plan."""
     shapes, device_tier = question.shapes, question.machine_tier
-    weight_pool, grad_pool = sizes.pool_bytes(shapes, plan)
-    kept = plan.round_micro_batches * sum(
-        shapes.saved_bytes[block.name] for block in plan.blocks if block.activations == "keep"
-    )
-    working = {
-        "backward of a block": sizes.block_working_bytes(shapes),
-        "head and loss": sizes.head_working_bytes(shapes),
-        "backward of the embedding": sizes.embedding_working_bytes(shapes),
-    }
-    peak = max(working, key=lambda phase: working[phase])
-    own = {s.name: sizes.segment_hbm_bytes(shapes, s) for s in plan.segments}
+    ledger = Ledger(question.entries, plan)
+    weight_pool, grad_pool = ledger.pool_bytes()
+    working, ends = ledger.working_bytes(), ledger.ends_bytes()
+    peak = max(working, key=working.__getitem__)
     rows = [
-        *home_rows(shapes, plan),
-        MemoryRow(
-            "slots and homes of EMBED and HEAD", device_tier, own[plan.segments[0].name] + own[plan.segments[-1].name]
-        ),
-        MemoryRow("homes of resident blocks", device_tier, sum(own[block.name] for block in plan.blocks)),
+        *_home_rows(ledger),
+        MemoryRow("slots and homes of EMBED and HEAD", device_tier, ends),
+        MemoryRow("homes of resident blocks", device_tier, ledger.total_bytes("own") - ends),
         MemoryRow("shared weight slots", device_tier, weight_pool),
         MemoryRow("shared gradient slots", device_tier, grad_pool),
-        MemoryRow("second gradient of the tied embedding", device_tier, sizes.tied_gradient_bytes(shapes, plan)),
-        MemoryRow("boundary activations of a round", device_tier, sizes.boundary_bytes(shapes, plan)),
-        MemoryRow("kept activations of a round", device_tier, kept),
-        MemoryRow("kept attention of a round", device_tier, sizes.kept_attention_bytes(shapes, plan)),
-        MemoryRow("block inputs waiting in RAM", "ram", sizes.waiting_bytes(shapes, plan)),
+        MemoryRow("second gradient of the tied embedding", device_tier, ledger.tied_gradient_bytes()),
+        MemoryRow("boundary activations of a round", device_tier, ledger.boundary_bytes()),
+        MemoryRow("kept activations of a round", device_tier, ledger.kept_bytes()),
+        MemoryRow("kept attention of a round", device_tier, ledger.kept_attention_bytes()),
+        MemoryRow("block inputs waiting in RAM", "ram", ledger.waiting_bytes()),
         MemoryRow(f"working memory ({peak})", device_tier, working[peak]),
         MemoryRow("program and libraries", "ram", sizes.PROGRAM_RAM_BYTES[question.machine.device]),
+        *(MemoryRow(name, "hbm", num_bytes) for name, num_bytes in framework_bytes(question, plan).items()),
     ]
-    if question.machine.device == "cuda":
-        rows.append(MemoryRow("CUDA libraries", "hbm", sizes.CONTEXT_HBM_BYTES))
     copies = kept_checkpoints(question)
     if copies:
         rows.append(MemoryRow("checkpoint writer", "ram", sizes.SAVE_BUFFER_BYTES))
-        rows.append(MemoryRow(f"checkpoints ({copies})", "disk", copies * sizes.checkpoint_bytes(shapes)))
+        rows.append(MemoryRow(f"checkpoints ({copies})", "disk", copies * shapes.checkpoint_bytes))
     rows = [row for row in rows if row.num_bytes]
-    return MemoryTable(tuple(rows), budgets_of(question), peak, shapes.num_parameters)
+    return MemoryTable(tuple(rows), question.budgets, peak, shapes.num_parameters)
+
+
+def framework_bytes(question: Question, plan: Plan) -> dict[str, int]:
+    """What a GPU's memory holds beside a plan's own tensors, and their working memory."""
+    if question.machine.device == "cpu":
+        return {}
+    return {
+        "rotary tables of a round": plan.round_micro_batches * question.shapes.call_bytes,
+        "unused pieces of the working memory": question.shapes.unused_pool_bytes,
+        "CUDA libraries": sizes.CONTEXT_HBM_BYTES,
+    }
 
 
 def kept_checkpoints(question: Question) -> int:
@@ -93,37 +107,20 @@ def kept_checkpoints(question: Question) -> int:
 
 def home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
     """What the store holds in RAM and on disk."""
-    away = [s for s in plan.segments if s.state != "hbm"]
-    weights = {True: 0, False: 0}  # on disk -> bytes
-    states = {True: 0, False: 0}
-    for segment in away:
-        weights[segment.weights_on_disk] += sizes.weights_bytes(shapes, segment.name)
-        states[segment.state_on_disk] += sizes.state_bytes(shapes, segment.name)
-    slots = landing_bytes(plan, shapes.layouts, shapes.compute_bytes) if plan.disk_slots else {}
-    drained = [sizes.gradient_bytes(shapes, s.name) for s in plan.segments if not s.updates_on_device]
-    if plan.clip_mode == "two-pass":  # no home: slots in RAM on the way to the updates
-        drained = [plan.grad_landing_slots * max(drained, default=0)]
+    return _home_rows(Ledger(Entries(shapes), plan))
+
+
+def _home_rows(ledger: Ledger) -> list[MemoryRow]:
     return [
-        MemoryRow("weights", "ram", weights[False]),
-        MemoryRow("optimizer state", "ram", states[False]),
-        MemoryRow("gradients", "ram", sum(drained)),
-        MemoryRow("landing slots of the disk", "ram", plan.disk_slots * sum(slots.values())),
-        MemoryRow("weights on disk", "disk", weights[True]),
-        MemoryRow("optimizer state on disk", "disk", states[True]),
+        MemoryRow("weights", "ram", ledger.total_bytes("ram_weights")),
+        MemoryRow("optimizer state", "ram", ledger.total_bytes("ram_state")),
+        MemoryRow("gradients", "ram", ledger.gradient_homes_bytes()),
+        MemoryRow("landing slots of the disk", "ram", ledger.landing_bytes()),
+        MemoryRow("weights on disk", "disk", ledger.total_bytes("disk_weights")),
+        MemoryRow("optimizer state on disk", "disk", ledger.total_bytes("disk_state")),
     ]
 
 
 def free_bytes(machine: Machine) -> dict[Tier, int]:
     """What the machine has free in each tier."""
     return {"hbm": machine.hbm_free_bytes, "ram": machine.ram_available_bytes, "disk": machine.disk_free_bytes}
-
-
-def budgets_of(question: Question) -> dict[Tier, int]:
-    """What each tier may hold: what the user allows, but never more than the machine has free."""
-    memory, has = question.config.memory, free_bytes(question.machine)
-    asked: dict[Tier, int | None] = {"hbm": memory.hbm, "ram": memory.ram, "disk": memory.disk}
-    budgets: dict[Tier, int] = {}
-    for tier in TIERS:
-        wish = asked[tier]
-        budgets[tier] = has[tier] if wish is None else min(has[tier], wish)
-    return budgets

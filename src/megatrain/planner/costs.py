@@ -27,6 +27,8 @@ ATTENTION_BACKWARD = 2.5 / 0.8  # of the forward's seconds: 2.5 times the operat
 UPDATE_BYTES = 28  # a parameter: reads w lo m v grad, writes w lo m v
 EXTRA_UPDATE_BYTES = {"ema": 12}  # a parameter, in a pass of its own: reads w lo ema, writes ema
 ADD_BYTES = 12  # a parameter: its gradient in the compute dtype written and read, its fp32 sum read and written
+LOOKUP_BYTES = 12  # a value: its row read, the hidden state written, and once more where it is scaled
+ADD_ROWS_BYTES = 20  # a value: its gradient read, sorted by row, summed, widened, added to its sum
 LOGIT_TRAFFIC_BYTES = {True: 12, False: 8}  # of one logit, with and without its gradient
 UNKNOWN_DISK_Bps = 1e9  # of a disk that could not be measured
 CLIP_S = 2e-3  # of gathering the norms and deciding
@@ -84,8 +86,7 @@ class CostModel:
 
     def cost_of(self, op: Op, segment: str) -> Cost:
         """The cost of `op` if it were for `segment`."""
-        last = op.reads[-1].pool if op.reads else "", op.writes[-1].pool if op.writes else ""  # what a block keeps
-        key = (op.kind, segment, op.lane, len(op.reads), len(op.writes), last)
+        key = (segment, *_alike(op))
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._count(op, segment)
@@ -137,7 +138,7 @@ class CostModel:
     # --- what each kind computes ---------------------------------------------------------------------------------
     def forward_of(self, segment: str, keeps_attention: bool = False) -> Work:
         """One block's forward for one micro-batch: products, attention, and elementwise traffic, which is about what
-        autograd would save; and a copy of what attention gives, if that is kept."""
+        its matrices take and give; and a copy of what attention gives, if that is kept."""
         shapes, index = self.shapes, self._block[segment]
         tokens = shapes.micro_batch_tokens
         block = shapes.spec.blocks[index]
@@ -149,7 +150,7 @@ class CostModel:
             linear_flops=2 * min(dense, active) * tokens,
             expert_flops=2 * max(0, active - dense) * tokens,
             attention_s=attention / self.rates.attention_flops_per_s,
-            hbm_bytes=shapes.saved_bytes[block.name]
+            hbm_bytes=shapes.linear_bytes[block.name] * (1.0 if shapes.compiled else sizes.EAGER_SAVED)
             + sizes.weights_bytes(shapes, segment)
             + (2 * shapes.attended_bytes[segment] if keeps_attention else 0),
         )
@@ -182,10 +183,9 @@ class CostModel:
         adds = chunks * table * ADD_BYTES if backward else 0
         return Work(head_flops=(3 if backward else 1) * 2 * table * tokens, hbm_bytes=traffic + adds)
 
-    def embed_bytes(self) -> int:
-        """Of looking up, or of adding to, the rows of a micro-batch."""
-        shapes = self.shapes
-        return 3 * shapes.micro_batch_tokens * shapes.spec.hidden_size * 4
+    def embed_bytes(self, a_value: int) -> int:
+        """Of looking up, or of adding to, the rows of a micro-batch; `a_value`: bytes for each of its values."""
+        return a_value * self.shapes.micro_batch_tokens * self.shapes.spec.hidden_size
 
     def update_of(self, op: Op, segment: str) -> Work:
         """AdamW over a segment, and what the run keeps besides, on the lane that it runs on."""
@@ -207,12 +207,17 @@ class VisitCosts:
     model: CostModel
     micro_batches: float
     members: Mapping[str, Sequence[str]]
+    _known: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def seconds(self, op: Op) -> float:
         """Of an op that has every resource to itself."""
-        count = 1.0 if op.micro_batch is None else self.micro_batches
-        cost_of = self.model.cost_of
-        return count * sum(cost_of(op, name).seconds for name in self.members.get(op.segment, (op.segment,)))
+        key = (op.segment, op.micro_batch is None, *_alike(op))
+        known = self._known.get(key)
+        if known is None:
+            count = 1.0 if op.micro_batch is None else self.micro_batches
+            names = self.members.get(op.segment, (op.segment,))
+            known = self._known[key] = count * sum(self.model.cost_of(op, name).seconds for name in names)
+        return known
 
     def uses(self, op: Op) -> tuple[Use, ...]:
         """What it takes of shared resources while it runs at full speed."""
@@ -221,6 +226,12 @@ class VisitCosts:
     def sharing(self) -> Sharing:
         """What ops share on this machine."""
         return Sharing(self.uses, self.model.capacity)
+
+
+def _alike(op: Op) -> tuple[object, ...]:
+    """Ops of one segment that agree in this cost the same."""
+    last = op.reads[-1].pool if op.reads else "", op.writes[-1].pool if op.writes else ""  # what a block keeps
+    return op.kind, op.lane, len(op.reads), len(op.writes), *last
 
 
 def content_bytes(shapes: Shapes, place: Place, segment: str) -> int:
@@ -277,12 +288,12 @@ def _pools(op: Op) -> set[str]:
 
 
 _WORK: Mapping[Kind, Callable[[CostModel, Op, str], Work]] = {
-    Kind.EMBED: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes()),
+    Kind.EMBED: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes(LOOKUP_BYTES)),
     Kind.FORWARD: lambda model, op, segment: model.forward_of(segment, "attn" in _pools(op)),
     Kind.HEAD: lambda model, _op, _segment: model.head_of(backward=True),
     Kind.LOSS: lambda model, _op, _segment: model.head_of(backward=False),
     Kind.BACKWARD: lambda model, op, segment: model.backward_of(segment, _pools(op)),
-    Kind.EMBED_BACKWARD: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes()),
+    Kind.EMBED_BACKWARD: lambda model, _op, _segment: Work(hbm_bytes=model.embed_bytes(ADD_ROWS_BYTES)),
     Kind.ZERO: lambda model, _op, segment: Work(hbm_bytes=sizes.gradient_bytes(model.shapes, segment)),
     Kind.NORM: lambda model, _op, segment: Work(hbm_bytes=sizes.gradient_bytes(model.shapes, segment)),
     Kind.MERGE: lambda model, _op, segment: Work(hbm_bytes=3 * sizes.gradient_bytes(model.shapes, segment)),

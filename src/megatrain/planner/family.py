@@ -2,10 +2,11 @@
 
 What may be chosen is a fixed family of plans that does not depend on the budgets; of those that fit, the fastest in
 simulated time is taken, with wear of the disk counted as time. So more memory never gives a costlier plan: it only
-adds plans to choose from. A plan of the family is a number of rounds, a number of segments (from the front; in two
-passes here and there) whose state is in HBM, block inputs in HBM or in RAM, and one way to use what is then left of
-HBM, as far as it goes: kept activations (from the last block on), or weights that stay in HBM; either at once, or
-behind kept attention, which saves most time for its bytes where documents are long.
+adds plans to choose from. A plan of the family is a number of rounds, a number of segments (from the front, HEAD
+second or last; in two passes here and there) whose state is in HBM, block inputs in HBM, in RAM, or as many in RAM as
+must be, and one way to use what is then left of HBM, as far as it goes: kept activations (from the last block on), or
+weights that stay in HBM; either at once, or behind kept attention, which saves most time for its bytes where documents
+are long.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
 RESIDENT_AT_ONCE: Change = (("state", "hbm"), ("weights", "own"))  # in two passes the gradient is used up at once
 KEPT: Change = (("activations", "keep"),)
 ATTENTION_KEPT: Change = (("activations", "keep_attention"),)
+INPUT_ASIDE: Change = (("activations", "offload"),)
 STATE_ON_DISK: Change = (("state", "disk"),)
 WEIGHTS_ON_DISK: Change = (("weights_home", "disk"),)
 OWN_WEIGHTS: Change = (("weights", "own"), ("grads", "own"))
@@ -62,18 +64,18 @@ class _Candidate:
 
 
 def search(question: Question) -> Plan:
-    """The cheapest plan of the family that fits with a twentieth to spare, or the smallest plan there is."""
+    """The cheapest plan of the family that fits with something to spare, or the smallest plan there is."""
     if not trains(question.shapes.spec):
         return _to_read(question)
     candidates = sorted(_candidates(question), key=lambda candidate: candidate.floor_s)
-    best, best_s = smallest(question), float("inf")
+    best, best_s = None, float("inf")
     for candidate in candidates:
         if candidate.floor_s >= best_s:
             break
         found_s = cost_s(question, candidate.plan)
         if found_s < best_s:
             best, best_s = candidate.plan, found_s
-    return best
+    return best or smallest(question)
 
 
 def cost_s(question: Question, plan: Plan) -> float:
@@ -190,20 +192,41 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
 def _candidates(question: Question) -> Iterator[_Candidate]:
     """Every plan of the family that fits."""
     floor, fillings, seen = Floor(question), _fillings(question), set[Plan]()
-    bases = product(_round_sizes(question), _inputs(question), _clip_modes(question))
-    for round_micro_batches, inputs, clip_mode in bases:
-        if clip_mode == "two-pass" and round_micro_batches < question.num_micro_batches:
+    heads = (True,) if question.shapes.spec.tied else (False, True)  # a tied HEAD weighs nothing
+    bases = product(_round_sizes(question), _inputs(question), _clip_modes(question), heads)
+    for round_micro_batches, inputs, clip_mode, head_first in bases:
+        if clip_mode == "two-pass" and (round_micro_batches < question.num_micro_batches or not head_first):
             continue  # between rounds a gradient needs its home
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
         for count in _resident_counts(question, clip_mode):
-            resident = _with_slots(question, _with_residents(streamed, count))
-            if memory_table(question, resident).verdict(question.machine_tier) != "FITS":
+            resident = _aside(question, _with_slots(question, _with_residents(streamed, count, head_first)))
+            if resident is None:
                 break  # more of them need more
             for placed in _with_disk(question, resident):
                 for filled in _filled(question, placed, *fillings):
                     if filled not in seen:
                         seen.add(filled)
                         yield _Candidate(floor(filled) + _wear_s(question, filled), filled)
+
+
+def _aside(question: Question, plan: Plan) -> Plan | None:
+    """`plan`, with as few inputs of blocks waiting in RAM, from the front on, as let the device hold the rest; None if
+    all of them are too few."""
+
+    def holds(changed: Plan) -> bool:
+        return memory_table(question, changed).verdict(question.machine_tier) == "FITS"
+
+    if holds(plan):
+        return plan
+    if "offload" not in _inputs(question) or plan.offloaded:
+        return None
+
+    def aside(count: int) -> Plan:
+        return replace(_changed(plan, range(1, count + 1), INPUT_ASIDE), act_slots=ACT_SLOTS)
+
+    counts = range(ACT_SLOTS + 1, len(plan.blocks) + 1)  # the slots of fewer would take more than they give
+    found = bisect_left(counts, True, key=lambda count: holds(aside(count)))
+    return aside(counts[found]) if found < len(counts) else None
 
 
 def _with_slots(question: Question, plan: Plan) -> Plan:
@@ -213,15 +236,15 @@ def _with_slots(question: Question, plan: Plan) -> Plan:
     return replace(plan, weight_slots=question.config.weight_slots or 1, grad_slots=1)
 
 
-def _with_residents(plan: Plan, count: int) -> Plan:
+def _with_residents(plan: Plan, count: int, head_first: bool = True) -> Plan:
     """`plan` with the state of `count` segments in HBM: from the front, as a forward pass waits for their updates
-    first; in two passes the ends, whose gradients are largest, and blocks evenly spread: the others' updates then have
-    time."""
-    if plan.clip_mode == "deferred":
-        return _changed(plan, range(count), RESIDENT)
+    first, HEAD behind EMBED, which is away only with slots as large as half of it, or last. In two passes the ends,
+    whose gradients are largest, and blocks evenly spread: the others' updates then have time."""
     last = len(plan.segments) - 1
-    indices = [0, last][:count] + spread(range(1, last), max(0, count - 2))
-    return _changed(plan, indices, RESIDENT_AT_ONCE)
+    ends, num_blocks = [0, last][:count], max(0, count - 2)
+    if plan.clip_mode == "two-pass":
+        return _changed(plan, ends + spread(range(1, last), num_blocks), RESIDENT_AT_ONCE)
+    return _changed(plan, [*ends, *range(1, num_blocks + 1)] if head_first else range(count), RESIDENT)
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:
@@ -363,5 +386,5 @@ def _with(segment: SegmentPlan, change: Change) -> SegmentPlan:
 
 
 def _fits(question: Question, plan: Plan) -> bool:
-    """Whether every tier holds the plan with a twentieth to spare: the search must not make a run tight."""
+    """Whether every tier holds the plan with something to spare: the search must not make a run tight."""
     return memory_table(question, plan).overall == "FITS"

@@ -23,6 +23,7 @@ class Floor:
         self._model = work.costs
         self._num_micro_batches = work.num_micro_batches
         self._work = work
+        self._known: dict[tuple[SegmentPlan, bool], tuple[float, float, float]] = {}
 
     def __call__(self, plan: Plan) -> float:
         rates, shapes = self._work.rates, self._work.shapes
@@ -72,6 +73,13 @@ class Floor:
         return sum(num_bytes / (Bps or UNKNOWN_DISK_Bps) for Bps in (rates.disk_read_Bps, rates.disk_write_Bps))
 
     def _passes_s(self, segment: SegmentPlan, comes_back: bool) -> tuple[float, float, float]:
+        """`_pass_s`, looked up."""
+        known = self._known.get((segment, comes_back))
+        if known is None:
+            known = self._known[segment, comes_back] = self._pass_s(segment, comes_back)
+        return known
+
+    def _pass_s(self, segment: SegmentPlan, comes_back: bool) -> tuple[float, float, float]:
         """(forward, backward, sums and update on the device) of a segment over all micro-batches. `comes_back`: the
         backward pass reaches it; below the lowest trainable segment nothing is kept and nothing recomputed."""
         grad = (Place("g", segment.name),) if segment.trainable else ()

@@ -6,16 +6,26 @@ op that gives it new content to the end of the last op that touches that content
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatrain.planner import sizes
-from megatrain.planner.account import Question, home_rows
+from megatrain.planner.account import Question, framework_bytes, home_rows
 from megatrain.planner.costs import content_bytes
+from megatrain.planner.sizes import Shapes
 from megatrain.schedule.ops import Kind, Op, Place, Schedule
 from megatrain.schedule.plan import Plan, Tier
 
 FLOW_POOLS = ("act", "h", "dact", "kept")  # one for each micro-batch
+
+# Kind of op -> what it takes while it runs.
+WORKING: Mapping[Kind, Callable[[Shapes, Op], int]] = {
+    Kind.BACKWARD: lambda shapes, op: sizes.backward_working_bytes(
+        shapes, op.segment, is_kept=any(place.pool == "kept" for place in op.reads)
+    ),
+    Kind.HEAD: lambda shapes, _op: sizes.head_working_bytes(shapes),
+    Kind.EMBED_BACKWARD: lambda shapes, _op: sizes.embedding_working_bytes(shapes),
+}
 
 
 class Level(NamedTuple):
@@ -37,14 +47,10 @@ def occupancy(
         count = per_visit if place.pool in FLOW_POOLS else 1
         num_bytes = count * content_bytes(question.shapes, place, segment)
         changes[tier] += [(start_s, num_bytes), (end_s, -num_bytes)]
-    working = {
-        Kind.BACKWARD: sizes.block_working_bytes(question.shapes),
-        Kind.HEAD: sizes.head_working_bytes(question.shapes),
-        Kind.EMBED_BACKWARD: sizes.embedding_working_bytes(question.shapes),
-    }
     for op, (start_s, end_s) in zip(schedule, times_s, strict=True):
-        if op.kind in working:
-            changes[tier] += [(start_s, working[op.kind]), (end_s, -working[op.kind])]
+        if op.kind in WORKING:
+            working = WORKING[op.kind](question.shapes, op)
+            changes[tier] += [(start_s, working), (end_s, -working)]
     levels: dict[Tier, list[Level]] = {}
     for name, home_bytes in _home_bytes(question, plan).items():
         levels[name] = _levels(home_bytes, changes[name])
@@ -56,7 +62,9 @@ def _home_bytes(question: Question, plan: Plan) -> dict[Tier, int]:
     resident = [segment.name for segment in plan.segments if segment.state == "hbm"]
     homes = sum(sizes.weights_bytes(shapes, name) + sizes.state_bytes(shapes, name) for name in resident)
     ram = sizes.PROGRAM_RAM_BYTES[device] + sum(row.num_bytes for row in home_rows(shapes, plan) if row.tier == "ram")
-    return {"ram": ram} if device == "cpu" else {"hbm": homes + sizes.CONTEXT_HBM_BYTES, "ram": ram}
+    if device == "cpu":
+        return {"ram": ram}
+    return {"hbm": homes + sum(framework_bytes(question, plan).values()), "ram": ram}
 
 
 def _lives(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 from megatrain.hardware.rates import Rates
@@ -102,6 +102,7 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
     return Prediction(step_s, lanes_s, critical_s, ops, times_s)
 
 
+@lru_cache(maxsize=64)  # plans that differ in what a group of blocks stands for have one schedule
 def step_of(plan: Plan, num_micro_batches: int) -> Schedule:
     """All ops of a step among others; of a model that is only read, of its evaluation."""
     read_only = plan.lowest_trainable == len(plan.segments)

@@ -123,7 +123,7 @@ def price_of(question: Question, plan: Plan) -> Price:
         rates_source=question.work.rates.source,
         step_tokens=config.train_batch_size * config.max_length,
         model_flops=train_flops(shapes.spec, [config.max_length] * config.train_batch_size),
-        checkpoint_bytes=sizes.checkpoint_bytes(shapes),
+        checkpoint_bytes=shapes.checkpoint_bytes,
         checkpoints=kept_checkpoints(question),
         step_written_bytes=step_written_bytes(question.work, plan),
         num_steps=steps,
@@ -147,7 +147,7 @@ def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
     written = num_steps * step_written_bytes(question.work, plan)
     if config.save_strategy == "no":
         return written + sum(sizes.weights_bytes(shapes, name) for name in shapes.layouts)
-    return written + -(-num_steps // config.save_steps) * sizes.checkpoint_bytes(shapes)
+    return written + -(-num_steps // config.save_steps) * shapes.checkpoint_bytes
 
 
 def refuse_wear(question: Question, plan: Plan, num_steps: int) -> None:

@@ -15,18 +15,21 @@ from functools import cached_property
 from megatrain.config import RunConfig
 from megatrain.errors import PlanError
 from megatrain.models.layout import Layout, embedding_of, layout_of
-from megatrain.models.spec import ModelSpec, SegmentSpec
+from megatrain.models.spec import ModelSpec
+from megatrain.planner import saved
 from megatrain.schedule.ops import TIED_GRAD
 from megatrain.schedule.plan import Plan, SegmentPlan
 
 MIB = 1 << 20
-PROGRAM_RAM_BYTES = {"cpu": 550 * MIB, "cuda": 3200 * MIB}  # Python, torch, transformers, tokenizer (CPU: 430 seen)
-CONTEXT_HBM_BYTES = 800 * MIB  # CUDA context (527 on an H200) and loaded kernels (up to 263 more)
+PROGRAM_RAM_BYTES = {"cpu": 550 * MIB, "cuda": 2000 * MIB}  # Python, torch, transformers, tokenizer (430; 1800 seen)
+# CUDA context (527 MiB on an H200), loaded kernels (up to 263 more), workspaces of matrix products (70)
+CONTEXT_HBM_BYTES = 880 * MIB
 SAVE_BUFFER_BYTES = 96 * MIB  # pieces of a checkpoint on their way to the disk
 SLACK_DISK_BYTES = 16 * MIB  # of a model folder or checkpoint beside its tensors: headers, tokenizer, block rounding
-# Saved by autograd ÷ what linear layers take and give, by `compiled`. Seen: eager 1.11 (Llama fp32), 1.23 (Llama bf16),
-# 1.61 (Qwen3 bf16); compiled 0.85 (Llama bf16 on an H200).
-SAVED_SCALE = {False: 1.6, True: 1.0}
+# Saved by an eager block ÷ what linear layers take and give. Seen: 1.11 (Llama fp32), 1.23 (Llama bf16), 1.61 (Qwen3).
+EAGER_SAVED = 1.6
+LAST_FLOWS = 8  # boundaries, where a compiled backward ends: gradients of q, k, v, their input, the hidden state
+UNUSED_SHARE = 1.2  # of the largest tensor that comes and goes; seen on an H200: 0.7 to 1.15
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms on a CPU, by compute_bytes (fp32: 9.7 seen)
 
 
@@ -58,11 +61,63 @@ class Shapes:
 
     @cached_property
     def saved_bytes(self) -> Mapping[str, int]:
-        """Block -> what autograd saves of it for one micro-batch: inputs and outputs of its linear layers, scaled for
-        the elementwise results beside them. Expert weights count for the share of experts a token visits."""
-        per_width = self.micro_batch_tokens * self.compute_bytes * SAVED_SCALE[self.compiled]
-        share = _expert_share(self.spec)
-        return {block.name: int(per_width * _linear_width(block, share)) for block in self.spec.blocks}
+        """Block -> what autograd saves of it for one micro-batch."""
+        if not self.compiled:
+            return {name: int(EAGER_SAVED * num_bytes) for name, num_bytes in self.linear_bytes.items()}
+        table, share = {}, self.expert_share
+        for block, attention in zip(self.spec.blocks, self.spec.attention, strict=True):
+            elements = saved.saved_elements(block, attention, self.spec.hidden_size, share)
+            lse_bytes = attention.kept_elements[1] * 4
+            table[block.name] = int(self.micro_batch_tokens * (elements * self.compute_bytes + lse_bytes))
+        return table
+
+    @cached_property
+    def linear_bytes(self) -> Mapping[str, int]:
+        """Block -> what its linear layers take and give for one micro-batch; of experts those that are chosen."""
+        token_bytes, share = self.micro_batch_tokens * self.compute_bytes, self.expert_share
+        return {b.name: int(token_bytes * saved.linear_elements(b, share)) for b in self.spec.blocks}
+
+    @cached_property
+    def widest_bytes(self) -> Mapping[str, tuple[int, int]]:
+        """Block -> (the widest of what its matrices take and give for one micro-batch, the largest gradient of one)."""
+        token_bytes, size = self.micro_batch_tokens * self.compute_bytes, self.compute_bytes
+        return {
+            block.name: (
+                int(token_bytes * saved.widest_elements(block, self.expert_share)),
+                saved.largest_gradient_elements(block) * size,
+            )
+            for block in self.spec.blocks
+        }
+
+    @cached_property
+    def block_working_bytes(self) -> int:
+        """The most that the backward of any block takes of which nothing was kept."""
+        return max(backward_working_bytes(self, block.name, is_kept=False) for block in self.spec.blocks)
+
+    @cached_property
+    def unused_pool_bytes(self) -> int:
+        """What the framework's pool holds of the device and has no use for: about once the largest tensor that comes
+        and goes, whose place was given away in pieces when it came back."""
+        table, logits = embedding_of(self.spec).num_elements, self.loss_chunk_tokens * self.spec.vocab_size
+        of_blocks = [max(pair) for pair in self.widest_bytes.values()]
+        return int(UNUSED_SHARE * max(table * self.compute_bytes, logits * self.compute_bytes, *of_blocks))
+
+    @cached_property
+    def call_bytes(self) -> int:
+        """What layers are called with beside the hidden state, for a micro-batch: rotary tables, a pair for each kind
+        of attention."""
+        kinds = {(shape.window_tokens, shape.head_size) for shape in self.spec.attention}
+        return self.micro_batch_tokens * sum(2 * head_size for _, head_size in kinds) * self.compute_bytes
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint on disk: the model folder and the exact state."""
+        return sum(weights + state for weights, state, _ in self.segment_bytes.values()) + SLACK_DISK_BYTES
+
+    @cached_property
+    def expert_share(self) -> float:
+        """Chosen experts ÷ all experts."""
+        return saved.expert_share(self.spec)
 
     @cached_property
     def attended_bytes(self) -> Mapping[str, int]:
@@ -154,91 +209,47 @@ def segment_hbm_bytes(shapes: Shapes, segment: SegmentPlan) -> int:
     return total
 
 
-def pool_bytes(shapes: Shapes, plan: Plan) -> tuple[int, int]:
-    """(shared weight slots, shared gradient slots); a slot is as large as the largest block that visits it."""
-    weights = [weights_bytes(shapes, s.name) for s in plan.blocks if s.weights == "pool"]
-    grads = [gradient_bytes(shapes, s.name) for s in plan.blocks if s.grads == "pool" and s.trainable]
-    return plan.weight_slots * max(weights, default=0), plan.grad_slots * max(grads, default=0)
-
-
-def tied_gradient_bytes(shapes: Shapes, plan: Plan) -> int:
-    """The head's own sum for a tied embedding."""
-    if not plan.has_tied_grad:
-        return 0
-    return shapes.spec.vocab_size * shapes.spec.hidden_size * 4
-
-
-def boundary_bytes(shapes: Shapes, plan: Plan) -> int:
-    """Inputs of every block and of HEAD, and one gradient of them, for each micro-batch of a round; offloaded ones
-    share slots."""
-    count = len(plan.blocks) + 2
-    if plan.offloaded:
-        count += plan.act_slots - len(plan.offloaded)
-    return plan.round_micro_batches * count * one_boundary_bytes(shapes)
-
-
-def kept_attention_bytes(shapes: Shapes, plan: Plan) -> int:
-    """What attention gave to blocks that keep it, for each micro-batch of a round."""
-    kept = (shapes.attended_bytes[block.name] for block in plan.blocks if block.activations == "keep_attention")
-    return plan.round_micro_batches * sum(kept)
-
-
-def waiting_bytes(shapes: Shapes, plan: Plan) -> int:
-    """Inputs of blocks that wait in RAM for the backward pass."""
-    return plan.round_micro_batches * len(plan.waiting_in_ram) * one_boundary_bytes(shapes)
-
-
 def one_boundary_bytes(shapes: Shapes) -> int:
     """A block's input for one micro-batch."""
     return shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
 
 
-def _linear_width(block: SegmentSpec, expert_share: float) -> float:
-    """Σ (inputs + outputs) a token has over the block's matrices."""
-    dense = sum(sum(t.shape) for t in block.tensors if len(t.shape) == 2 and not t.local.endswith("bias"))
-    experts = [t for t in block.tensors if len(t.shape) == 3]
-    return dense + sum(t.shape[0] * expert_share * (t.shape[1] + t.shape[2]) for t in experts)
+def backward_working_bytes(shapes: Shapes, block: str, is_kept: bool) -> int:
+    """Peak of a block's backward beyond what was kept of it.
 
-
-def _expert_share(spec: ModelSpec) -> float:
-    """Chosen experts ÷ all experts, from the parameters a token is multiplied with."""
-    tensors = [t for s in spec.segments for t in s.tensors]
-    experts = sum(t.num_elements for t in tensors if len(t.shape) == 3)
-    if not experts:
-        return 0.0
-    table = 0 if spec.tied else spec.vocab_size * spec.hidden_size
-    dense = sum(t.num_elements for t in tensors if len(t.shape) != 3) - table
-    return min(1.0, max(0.0, spec.active_parameters - dense) / experts)
-
-
-def block_working_bytes(shapes: Shapes) -> int:
-    """Peak of one block's backward: what it saves, the gradients in flight, and its weights' gradients before they are
-    added in fp32."""
-    widest = max(shapes.saved_bytes.values())
-    flows = 4 * shapes.micro_batch_tokens * shapes.spec.hidden_size * shapes.compute_bytes
-    grads = max(shapes.layouts[b.name].num_trainable for b in shapes.spec.blocks) * shapes.compute_bytes
-    return widest + flows + grads
+    Compiled, seen to 0.1 %: where its last matrix is differentiated, there is all that is saved (computed again, with
+    the block's output, unless it was kept), the widest gradient, and that of the largest matrix before it is added.
+    Where tokens are few, it is at the end, where all matrices' gradients are. Eager: all of it at once.
+    """
+    saved_bytes, flow = shapes.saved_bytes[block], one_boundary_bytes(shapes)
+    grads = shapes.layouts[block].num_trainable * shapes.compute_bytes
+    if not shapes.compiled:
+        return 4 * flow + grads + (0 if is_kept else saved_bytes)
+    widest, largest = shapes.widest_bytes[block]
+    first = widest + largest + (0 if is_kept else saved_bytes + flow)
+    return max(first, grads + LAST_FLOWS * flow - (saved_bytes if is_kept else 0))
 
 
 def head_working_bytes(shapes: Shapes) -> int:
     """Peak of HEAD: a chunk's logits with their softmax and gradient, dW before it is added, dL/dh.
 
-    On a GPU as measured on an H200: 6 bytes a logit and five boundaries in bf16.
+    On a GPU as measured on an H200: 6 bytes a logit and five boundaries in bf16, and what a chunk reads.
     """
     spec = shapes.spec
     logits = shapes.loss_chunk_tokens * spec.vocab_size * logit_bytes(shapes)
     grad = spec.vocab_size * spec.hidden_size * shapes.compute_bytes
+    chunk = shapes.loss_chunk_tokens * spec.hidden_size * shapes.compute_bytes
     boundaries = 5 if shapes.fused_loss else 3
-    return logits + grad + boundaries * one_boundary_bytes(shapes)
+    return logits + grad + chunk + boundaries * one_boundary_bytes(shapes)
 
 
 def embedding_working_bytes(shapes: Shapes) -> int:
-    """Peak of EMBED's backward: its whole gradient as computed and, if that is not fp32, again in fp32, and dL/dh."""
-    embedding = embedding_of(shapes.spec)
-    if not embedding.trainable:
+    """Peak of EMBED's backward, over the rows of its own micro-batch: their gradients token by token, summed for each
+    row, that in fp32 if it is not, and dL/dh."""
+    if not embedding_of(shapes.spec).trainable:
         return 0
-    copy_bytes = 4 if shapes.compute_bytes < 4 else 0
-    return embedding.num_elements * (shapes.compute_bytes + copy_bytes) + one_boundary_bytes(shapes)
+    copies = 3 * shapes.compute_bytes + (4 if shapes.compute_bytes < 4 else 0)
+    return shapes.micro_batch_tokens * shapes.spec.hidden_size * copies
 
 
 def logit_bytes(shapes: Shapes) -> int:
@@ -248,12 +259,6 @@ def logit_bytes(shapes: Shapes) -> int:
         return LOGIT_BYTES[shapes.compute_bytes]
     copies = shapes.spec.logit_copies
     return shapes.compute_bytes * (3 + copies + min(copies, 1))
-
-
-def checkpoint_bytes(shapes: Shapes) -> int:
-    """One checkpoint on disk: the model folder and the exact state."""
-    tensors_bytes = sum(weights_bytes(shapes, name) + state_bytes(shapes, name) for name in shapes.layouts)
-    return tensors_bytes + SLACK_DISK_BYTES
 
 
 def layouts_of(spec: ModelSpec, config: RunConfig) -> dict[str, Layout]:

@@ -15,6 +15,8 @@ class Lane(StrEnum):
     """Something that runs ops in order: CUDA streams (compute, h2d, d2h), CPU workers (host), file I/O: what is written
     (disk) and what is read (disk_read)."""
 
+    __hash__ = str.__hash__  # Enum's own is slow, and every table of the planner is looked up by lane or kind
+
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
@@ -56,6 +58,8 @@ class Kind(StrEnum):
     STORE       r: s.S, w.S                                 w: ram.state.S, ram.w.S   (s.S is given up)
     SAVE        r: weights [, state]                        w: file.S                 (at home, or where they landed)
     """
+
+    __hash__ = str.__hash__
 
     FETCH = "FETCH"
     FETCH_STATE = "FETCH_STATE"

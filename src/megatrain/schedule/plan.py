@@ -106,7 +106,8 @@ class Plan:
     def waiting_in_ram(self) -> tuple[int, ...]:
         """Blocks whose inputs go to RAM and back: not those that no backward visits, nor the last ones of the others,
         which are still in their slots when the pass turns. A second pass comes back to all that share a slot."""
-        visited = [i for i in self.offloaded if i + 1 >= self.lowest_trainable]
+        lowest = self.lowest_trainable
+        visited = [i for i in self.offloaded if i + 1 >= lowest]
         if self.clip_mode == "deferred":
             return tuple(visited[: max(0, len(visited) - self.act_slots)])
         alone = range(max(0, len(visited) - self.act_slots), min(len(visited), self.act_slots))

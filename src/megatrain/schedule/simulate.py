@@ -90,6 +90,7 @@ class _Run:
         self.binding: list[int | None] = [None] * len(schedule)  # the op whose end let this one start
         self.last: dict[Lane, int] = {}
         self.recorded: dict[str, int] = {}
+        self.missing: dict[Lane, str] = {}
         self.running: dict[Lane, _Running] = {}
         self.now_s = 0.0
 
@@ -99,6 +100,7 @@ class _Run:
             self._start_what_can()
             if not self.running:
                 break
+            self._share()
             self._finish_next()
         if any(self.queues.values()):
             raise DeadlockError(_stuck(self.schedule, self.queues, self.recorded))
@@ -108,23 +110,26 @@ class _Run:
         return Simulation(tuple(self.start_s), tuple(self.finish_s), busy_s, self.now_s, self._critical_path())
 
     def _start_what_can(self) -> None:
-        started = False
         for lane, queue in self.queues.items():
-            if not queue or lane in self.running:
+            if not queue or lane in self.running or self._waits(lane):
                 continue
-            index = queue[0]
+            index = queue.popleft()
             op = self.schedule[index]
-            if not all(token in self.recorded for token in op.waits):
-                continue
-            queue.popleft()
             causes = [self.recorded[token] for token in op.waits] + ([self.last[lane]] if lane in self.last else [])
             self.binding[index] = max(causes, key=self.finish_s.__getitem__, default=None)
             self.start_s[index] = self.now_s
             uses = self.sharing.uses(op) if self.sharing else ()
             self.running[lane] = _Running(index, self.seconds(op), self.now_s, uses)
-            started = True
-        if started:
-            self._share()
+
+    def _waits(self, lane: Lane) -> bool:
+        """Whether the next op of a lane waits; the token that it was last found waiting for is looked at first."""
+        if lane in self.missing and self.missing[lane] not in self.recorded:
+            return True
+        for token in self.schedule[self.queues[lane][0]].waits:
+            if token not in self.recorded:
+                self.missing[lane] = token
+                return True
+        return False
 
     def _finish_next(self) -> None:
         self.now_s = min(running.finish_s for running in self.running.values())
@@ -136,7 +141,6 @@ class _Run:
                 token = self.schedule[running.index].records
                 if token is not None:
                     self.recorded[token] = running.index
-        self._share()
 
     def _share(self) -> None:
         """The speed of every op in progress, from what is asked of each resource now."""

@@ -63,7 +63,7 @@ def with_waits(ops: Sequence[Op]) -> Schedule:
             if lane == own or clock[lane] >= position[before]:
                 continue
             chosen.append(before)
-            clock = [max(pair) for pair in zip(clock, clocks[before], strict=True)]
+            clock = list(map(max, clock, clocks[before]))
         clock[own] += 1
         position.append(clock[own])
         clocks.append(clock)
@@ -72,6 +72,7 @@ def with_waits(ops: Sequence[Op]) -> Schedule:
         hazards.add(index, op)
     tokens = {before: f"{ops[before].kind[0].lower()}{before}" for chosen_ in waits for before in chosen_}
     return tuple(
-        replace(op, waits=tuple(tokens[before] for before in waits[index]), records=tokens.get(index))
+        Op(op.kind, op.segment, op.micro_batch, op.lane, op.reads, op.writes,
+           tuple(tokens[before] for before in waits[index]), tokens.get(index))
         for index, op in enumerate(ops)
-    )
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""What a compiled block saves: to a thousandth what was seen on an H200, and counted by hand for other kinds of blocks.
+
+Seen figures: working_bytes and marks of run 776e91b7 in bench/results (Llama-3-8B blocks, bf16, compiled).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from bench.presets import PRESETS
+from megatrain.models.layout import layout_of
+from megatrain.models.spec import ModelSpec, TensorSpec
+from megatrain.models.spec_of import model_spec
+from megatrain.planner import saved
+from megatrain.planner.sizes import Shapes, backward_working_bytes, embedding_working_bytes, head_working_bytes
+
+
+def spec_of(model: str) -> ModelSpec:
+    values = dict(PRESETS[model]) | {"num_hidden_layers": 2}
+    return model_spec(CONFIG_MAPPING[str(values.pop("model_type"))](**values))
+
+
+def shapes_of(model: str, tokens: int, compiled: bool = True, compute_bytes: int = 2) -> Shapes:
+    spec = spec_of(model)
+    layouts = {segment.name: layout_of(segment) for segment in spec.segments}
+    return Shapes(spec, layouts, compute_bytes, tokens, 2048, compiled, fused_loss=True)
+
+
+def elements(spec: ModelSpec) -> float:
+    share = saved.expert_share(spec)
+    return saved.saved_elements(spec.blocks[0], spec.attention[0], spec.hidden_size, share)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "forward", "recomputed", "kept", "head"),
+    [(16384, 2283929600, 2871132160, 587202560, 3314624000), (8192, 1141964800, 1494286336, 352321536, 2979046912)],
+)
+def test_a_llama_block_takes_what_was_seen(tokens: int, forward: int, recomputed: int, kept: int, head: int) -> None:
+    """FORWARD saves, gives its output, and drops both."""
+    shapes = shapes_of("llama-3-8b", tokens)
+    output = tokens * 4096 * 2
+    assert shapes.saved_bytes["L000"] + output == pytest.approx(forward, rel=1e-3)
+    assert backward_working_bytes(shapes, "L000", is_kept=False) == pytest.approx(recomputed, rel=1e-3)
+    assert backward_working_bytes(shapes, "L000", is_kept=True) == pytest.approx(kept, rel=1e-3)
+    assert head_working_bytes(shapes) == pytest.approx(head, rel=1e-3)
+
+
+def test_few_tokens_end_with_the_gradients_of_all_matrices() -> None:
+    shapes = shapes_of("llama-3-8b", 1024)
+    block = shapes.layouts["L000"].num_trainable * 2
+    assert backward_working_bytes(shapes, "L000", is_kept=False) == block + 8 * 1024 * 4096 * 2
+    kept = shapes.saved_bytes["L000"]
+    assert backward_working_bytes(shapes, "L000", is_kept=True) == block + 8 * 1024 * 4096 * 2 - kept
+
+
+def test_an_eager_block_is_counted_by_its_matrices() -> None:
+    shapes = shapes_of("llama-3-8b", 1024, compiled=False)
+    assert shapes.saved_bytes["L000"] == pytest.approx(1.6 * 1024 * 2 * 20 * 4096)
+    flows = 4 * 1024 * 4096 * 2 + shapes.layouts["L000"].num_trainable * 2
+    assert backward_working_bytes(shapes, "L000", is_kept=True) == flows
+    assert backward_working_bytes(shapes, "L000", is_kept=False) == flows + shapes.saved_bytes["L000"]
+
+
+def test_norms_of_q_and_k_and_norms_behind_a_module_save_more() -> None:
+    """Gemma 3 4B: D 2560, q 2048, k and v 1024, F 10240, four norms over D."""
+    d, q, kv, f = 2560, 2048, 1024, 10240
+    read = d + q + d + f  # by q k v, by o, by gate and up, by down
+    given = q + 2 * kv + 2 * f
+    normed = 3 * d + (q + kv)  # what three norms over D read; q and k as attention reads them
+    assert elements(spec_of("gemma-3-4b")) == read + given + normed
+
+
+def test_experts_save_all_that_the_chosen_ones_read_and_give() -> None:
+    """Qwen3 30B A3B: D 2048, q 4096, k and v 512, 8 of 128 experts of 768."""
+    d, q, kv, e, k, f = 2048, 4096, 512, 128, 8, 768
+    attention = d + q + 2 * kv + (q + kv) + q  # read by q k v; given; normed; its output
+    experts = k * (d + 2 * f + f + d)
+    assert elements(spec_of("qwen3-30b-a3b")) == pytest.approx(attention + d + (d + e) + experts + 4 * e)
+
+
+def test_a_block_that_does_something_else_is_counted_by_its_matrices() -> None:
+    spec = spec_of("llama-3-8b")
+    block, attention = spec.blocks[0], spec.attention[0]
+    linear = saved.linear_elements(block, 0.0)
+    assert linear == 20 * 4096
+    twice = replace(attention, num_calls=None)
+    assert saved.saved_elements(block, twice, 4096, 0.0) == linear
+    convolution = TensorSpec("conv", "mixer.conv1d.weight", (64, 1, 4), trainable=True, decay=True)
+    mixed = replace(block, tensors=(*block.tensors, convolution))
+    assert saved.saved_elements(mixed, attention, 4096, 0.0) == saved.linear_elements(mixed, 0.0)
+
+
+def test_a_frozen_matrix_has_no_gradient() -> None:
+    block = spec_of("qwen3-30b-a3b").blocks[0]
+    assert saved.largest_gradient_elements(block) == 128 * 3 * 2048 * 768
+    still = replace(block, tensors=tuple(replace(t, trainable="experts" not in t.local) for t in block.tensors))
+    assert saved.largest_gradient_elements(still) == 4096 * 2048
+
+
+@pytest.mark.parametrize(("compute_bytes", "a_value"), [(2, 10), (4, 12)])
+def test_the_backward_of_the_embedding_takes_the_rows_of_its_tokens(compute_bytes: int, a_value: int) -> None:
+    assert embedding_working_bytes(shapes_of("llama-3-8b", 1024, True, compute_bytes)) == a_value * 1024 * 4096
+
+
+def test_the_pool_keeps_a_piece_as_large_as_the_largest_tensor() -> None:
+    """Seen beside a vocabulary of 128K: 0.73 to 1.2 GB, of 32K: 0.22 to 0.27."""
+    shapes = shapes_of("llama-3-8b", 8192)
+    assert shapes.unused_pool_bytes == pytest.approx(1.2 * 128256 * 4096 * 2)
