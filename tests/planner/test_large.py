@@ -35,7 +35,8 @@ class Model:
     widths: int  # Σ (inputs + outputs) of a block's matrices, for one token
     saved: int  # elements that autograd saves of a block for one token, without lse
     widest: int  # of a block's matrices, for one token
-    largest: int  # gradient that is in the compute dtype at one time, elements
+    largest: int  # gradients that are in the compute dtype at one time, elements
+    tensor: int  # the largest of a block
     hidden: int
     vocab: int
     blocks: int
@@ -70,6 +71,7 @@ def gpt_oss(length: int) -> Model:
         saved=q + 2 * kv + d + q + d + (d + e) + 4 * e + k * (d + 2 * f + f + d),
         widest=k * 2 * f,
         largest=e * (d * 2 * f + f * d),
+        tensor=e * d * 2 * f,
         hidden=d,
         vocab=v,
         blocks=c["num_hidden_layers"],
@@ -95,6 +97,7 @@ def dense(length: int) -> Model:
         saved=4 * d + d + d + d + f + f,  # q k v and what they read, attention, h behind it, three of the MLP
         widest=f,
         largest=d * f,
+        tensor=d * f,
         hidden=d,
         vocab=v,
         blocks=n,
@@ -218,7 +221,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "block inputs waiting in RAM": round_size * waiting(shown) * T * d * 2,
         f"working memory ({peak})": working[peak],
         "rotary tables of a round": round_size * T * model.rotary,
-        "unused pieces of the working memory": 1.2 * 2 * max(v * d, CHUNK * v, T * model.widest, model.largest),
+        "unused pieces of the working memory": 1.2 * 2 * max(v * d, CHUNK * v, T * model.widest, model.tensor),
         "CUDA libraries": 880 * MIB,
         "weights": 2 * parameters(model, away),
         "optimizer state": 10 * parameters(model, places["ram"]),

@@ -13,7 +13,7 @@ from megatrain.planner import sizes
 from megatrain.planner.ledger import Entries, Ledger
 from megatrain.planner.prediction import Workload
 from megatrain.planner.sizes import Shapes, layouts_of, shapes_of
-from megatrain.planner.table import TIERS, MemoryRow, MemoryTable
+from megatrain.planner.table import MemoryRow, MemoryTable
 from megatrain.schedule.plan import Plan, Tier
 
 

@@ -98,9 +98,10 @@ class Shapes:
     def unused_pool_bytes(self) -> int:
         """What the framework's pool holds of the device and has no use for: about once the largest tensor that comes
         and goes, whose place was given away in pieces when it came back."""
-        table, logits = embedding_of(self.spec).num_elements, self.loss_chunk_tokens * self.spec.vocab_size
-        of_blocks = [max(pair) for pair in self.widest_bytes.values()]
-        return int(UNUSED_SHARE * max(table * self.compute_bytes, logits * self.compute_bytes, *of_blocks))
+        weight = max(t.num_elements for block in self.spec.blocks for t in block.tensors)
+        logits = self.loss_chunk_tokens * self.spec.vocab_size
+        largest = max(embedding_of(self.spec).num_elements, logits, weight) * self.compute_bytes
+        return int(UNUSED_SHARE * max(largest, *(widest for widest, _ in self.widest_bytes.values())))
 
     @cached_property
     def call_bytes(self) -> int:
