@@ -72,7 +72,7 @@ SETTINGS: tuple[Setting, ...] = (
     _curve("24GiB"),
     _curve("48GiB"),
     _curve(None),
-    Setting("two-pass", "llama-3-8b", 5, 8192, 32768, {"hbm": "16GiB", "ram": "16720MiB"}, fields=SMALL_VOCABULARY),
+    Setting("two-pass", "llama-3-8b", 5, 8192, 32768, {"hbm": "16GiB", "ram": "15360MiB"}, fields=SMALL_VOCABULARY),
     Setting("disk", "llama-3.2-1b", 8, 2048, 32768, {"hbm": "8GiB", "ram": "6200MiB"}, fields=SMALL_VOCABULARY),
     Setting("tied", "llama-3.2-1b", 16, 2048, 65536, {"hbm": "12GiB"}),
     Setting("experts", "qwen3-30b-a3b", 2, 8192, 32768, {"hbm": "24GiB"}),
