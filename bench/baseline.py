@@ -45,16 +45,22 @@ class PlainStep:
         self.params = list(self.model.parameters())
         # fp32: the parameter is its own master
         self.masters = [p.detach().float() for p in self.params] if dtype == torch.bfloat16 else self.params
-        self.sums = {}
+        self.sums: dict[Tensor, Tensor] = {}
+        self._hooks = []
         for param, master in zip(self.params, self.masters, strict=True):
             master.grad = self.sums[param] = torch.zeros_like(master)
             if master is not param:
-                param.register_post_accumulate_grad_hook(self._add)
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._add))
         self.head_w = {"norm.weight": self.model.model.norm.weight, "lm_head.weight": self.model.lm_head.weight}
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=hyper.learning_rate, betas=(hyper.beta1, hyper.beta2), eps=hyper.epsilon,
             weight_decay=hyper.weight_decay, fused=True,
         )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of everything: a parameter holds its hook where no collector of garbage looks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _add(self, param: Tensor) -> None:
         """Add a gradient in fp32. Between backward passes a parameter has none: a compiled graph would break at one of

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,12 +50,13 @@ def plain_line(run: Planned, setting: Setting, system: str, pace: Pace) -> dict[
     chunk = run.config.loss_chunk_tokens
     assert chunk is not None, "planned resolves the config"
     dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+    supervised = supervised_of(batches)
     plain = PlainStep(
         run.hf_config, HYPER, run.device, dtype, loss_chunk_tokens=chunk, keep=system == PLAIN_KEEP,
         compiled=bool(run.config.compile),
     )  # fmt: skip
-    supervised = supervised_of(batches)
-    steps_s = timed(lambda: plain.step(batches, supervised), pace, lambda: None)
+    with closing(plain):
+        steps_s = timed(lambda: plain.step(batches, supervised), pace, lambda: None)
     return {
         "system": system, "setting": setting.name, **asked(setting),
         "step_s": statistics.median(steps_s), "step_s_min": min(steps_s), "step_s_max": max(steps_s),

@@ -15,6 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,7 +164,8 @@ def run_plain(config: PretrainedConfig, args: argparse.Namespace, batches: Seque
         plain.step(batches, supervised)
         return {}
 
-    return measure(step, args.warm, args.steps)
+    with closing(plain):
+        return measure(step, args.warm, args.steps)
 
 
 def compute_dtype(args: argparse.Namespace) -> torch.dtype:

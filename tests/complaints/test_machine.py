@@ -35,7 +35,7 @@ from tests.checkpoint.checkpoint_cases import tiny_config as checkpoint_config
 from tests.cli.test_disk_run import plan_on_disk
 from tests.cli.test_verbs import bits
 from tests.cli.test_verbs import megatrain as run_megatrain
-from tests.engine.streamed import Streamed
+from tests.engine.streamed import TWO_SLOTS, Streamed
 from tests.families import tiny_batch, tiny_config, tiny_masters
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -214,11 +214,12 @@ def test_transformers_12878_evaluation_takes_no_more_of_the_gpu_than_training() 
     config, tokens = tiny_config("llama"), 512
     run = Streamed(config, tiny_masters(model_spec(config)), tokens, precision="bf16", device="cuda")
     try:
-        batches = [type(b)(*(t.cuda() for t in b)) for b in (tiny_batch((tokens,), seed=k) for k in range(4))]
+        a_round = [tiny_batch((tokens,), seed=k) for k in range(TWO_SLOTS.round_micro_batches)]
+        batches = [type(batch)(*(tensor.cuda() for tensor in batch)) for batch in a_round]
         run.train([batches], [HYPER])
         trained_bytes = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        run.engine.evaluate(batches * 4)
+        run.engine.evaluate(batches * 2)
         assert torch.cuda.max_memory_allocated() <= trained_bytes
     finally:
         run.close()

@@ -5,6 +5,7 @@ Slow on a CPU: about ten minutes on two cores. Fetches and converts the demo's m
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from megatrain.train.loop import token_batches
 from tests import reference
 from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, same_bytes
 
+State = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]  # name -> master, m, v
 ROOT = Path(__file__).parents[2]
 PLACEMENTS = {  # the embedding's state alone, 283 MB, would not fit beside CUDA's 0.83 GB below
-    "two slots": Placement(threads=8),
-    "three slots": Placement(threads=8, weight_slots=3, grad_slots=3),
+    "two slots": Placement(threads=8, round_micro_batches=4),
+    "three slots": Placement(threads=8, round_micro_batches=4, weight_slots=3, grad_slots=3),
     "two rounds": Placement(threads=8, round_micro_batches=2),
-    "state streamed": Placement(threads=8, streamed=frozenset({"L000", "L007"})),
+    "state streamed": Placement(threads=8, round_micro_batches=4, streamed=frozenset({"L000", "L007"})),
     "at home": Placement(threads=8, resident=frozenset({"L001", "L029"}), round_micro_batches=2),
 }
 
@@ -56,6 +58,20 @@ def demo_model(
 def schedule(num_steps: int) -> list[AdamW]:
     """Hyper-parameters of each step: the learning rate falls in a line."""
     return [AdamW(3e-5 * (1 - i / num_steps), 0.9, 0.95, 1e-8, 0.1) for i in range(num_steps)]
+
+
+def trained_on_gpu(
+    config: PreTrainedConfig,
+    masters: Mapping[str, np.ndarray],
+    steps: list[list[TokenBatch]],
+    placement: Placement,
+) -> tuple[list[float], State]:
+    """Losses of every step, and the state behind the last."""
+    run = Streamed(config, masters, 512, precision="bf16", placement=placement, device="cuda")
+    try:
+        return [result.loss for result in run.train(steps, schedule(len(steps)))], run.state()
+    finally:
+        run.close()
 
 
 @pytest.mark.slow
@@ -89,10 +105,9 @@ def test_on_a_gpu_smaller_than_the_state_every_placement_gives_the_same_bytes(tm
     cap_device_memory(budget_bytes)
     try:
         for name, placement in PLACEMENTS.items():
-            run = Streamed(config, masters, 512, precision="bf16", placement=placement, device="cuda")
-            losses[name] = [r.loss for r in run.train(steps, schedule(4))]
-            states[name] = run.state()
-            run.close()
+            losses[name], states[name] = trained_on_gpu(config, masters, steps, placement)
+            gc.collect()  # one run's slots beside the next one's would not fit
+            torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             assert total_bytes - free_bytes <= budget_bytes, name
     finally:

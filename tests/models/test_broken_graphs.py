@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -80,3 +82,14 @@ def test_the_plain_step_is_compiled_whole_and_has_the_references_gradients(keep:
     assert sums.keys() == {name for name, _ in plain.model.named_parameters()}
     for name, p in plain.model.named_parameters():
         assert torch.equal(plain.sums[p], sums[name]), name
+
+
+def test_a_plain_step_leaves_nothing_behind() -> None:
+    """Its hooks held 95 GB when the next setting was measured."""
+    plain = PlainStep(llama(), HYPER, CPU, torch.bfloat16, loss_chunk_tokens=CHUNK_TOKENS, keep=True, compiled=False)
+    plain.step([tiny_batch((32,))], 16)
+    left = [weakref.ref(plain), weakref.ref(plain.params[0]), weakref.ref(plain.masters[0])]
+    plain.close()
+    del plain
+    gc.collect()
+    assert [ref() for ref in left] == [None, None, None]
