@@ -34,7 +34,11 @@ class Rates:
     scale: Mapping[str, float] = field(default_factory=dict)
 
 
-ATTENTION_SHARE = 0.55  # of the matmul rate, where attention was not measured: 403 to 525 of 785 TFLOP/s on an H200
+ATTENTION_SHARE = 0.57  # of the matmul rate, where attention was not measured: 450 of 785 TFLOP/s on an H200
+# A GPU in a step against the same kernel in an endless row, on an H200: products run faster where attention and
+# elementwise work let a chip at its power limit rest (785 for 659 TFLOP/s), and elementwise kernels of a layer do not
+# reach the bandwidth of one long sum (3.8 for 4.33 TB/s).
+PRODUCTS_IN_STEP, HBM_IN_STEP = 1.19, 0.88
 BOTH_SHARE = 0.89  # of the two single rates, when both directions run: 2 × 49 of 2 × 55 GB/s there
 
 # When nothing was measured: modest figures, which a plan names as assumed.
@@ -51,11 +55,12 @@ def rates_of(measured: Measured) -> Rates:
     rates = replace(ASSUMED[device], source="measured by megatrain doctor")
     matmul = measured.matmul_flops_per_s.get("bf16" if device == "cuda" else "fp32")
     if matmul:
+        matmul *= PRODUCTS_IN_STEP if device == "cuda" else 1.0
         rates = replace(rates, matmul_flops_per_s=matmul, attention_flops_per_s=matmul * ATTENTION_SHARE)
     if measured.attention_flops_per_s:
         rates = replace(rates, attention_flops_per_s=measured.attention_flops_per_s)
     if measured.hbm_Bps:
-        rates = replace(rates, hbm_Bps=measured.hbm_Bps)
+        rates = replace(rates, hbm_Bps=HBM_IN_STEP * measured.hbm_Bps)
     if measured.update_params_per_s:
         rates = replace(rates, update_params_per_s=measured.update_params_per_s)
     if measured.dram_copy_Bps:
