@@ -17,17 +17,24 @@ from megatrain.cli.assemble import Planned, engine_of, store_of
 from megatrain.engine import Engine
 from megatrain.memory import cap_device_memory, peak_rss_bytes
 from megatrain.models.batch import TokenBatch
+from megatrain.planner.sizes import CONTEXT_HBM_BYTES
 from megatrain.schedule.ops import Kind, Op
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Bytes at one moment. `driver`: used on the GPU by all, `reserved`: by torch's pool, `allocated`: in use of it."""
+    """Bytes at one moment. `driver`: used on the GPU by all, `reserved`: by torch's pool, `allocated`: in use of it.
+
+    `device_allocations`: how often the pool asked the device for memory until then; `retries`: how often it had to give
+    unused pieces back before, which stops the GPU.
+    """
 
     rss: int
     driver: int
     reserved: int
     allocated: int
+    device_allocations: int
+    retries: int
 
     @property
     def outside(self) -> int:
@@ -38,8 +45,12 @@ class Mark:
 def mark() -> Mark:
     """This moment."""
     if not torch.cuda.is_available():
-        return Mark(_rss_bytes(), 0, 0, 0)
-    return Mark(_rss_bytes(), used_hbm_bytes() or 0, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+        return Mark(_rss_bytes(), 0, 0, 0, 0, 0)
+    stats = torch.cuda.memory_stats()
+    return Mark(
+        _rss_bytes(), used_hbm_bytes() or 0, torch.cuda.memory_reserved(), torch.cuda.memory_allocated(),
+        stats.get("num_device_alloc", 0), stats.get("num_alloc_retries", 0),
+    )  # fmt: skip
 
 
 def _rss_bytes() -> int:
@@ -64,7 +75,8 @@ class Run:
 def set_up(run: Planned, marks: dict[str, Mark]) -> Iterator[Engine]:
     """The engine as `megatrain train` makes them, with random weights."""
     if run.config.memory.hbm is not None and run.device.type == "cuda":
-        cap_device_memory(run.config.memory.hbm)
+        # what an earlier setting had CUDA load stays loaded
+        cap_device_memory(run.config.memory.hbm, max(0, CONTEXT_HBM_BYTES - mark().outside))
     marks["capped"] = mark()
     Path(run.config.output_dir).mkdir(parents=True, exist_ok=True)
     store = store_of(run)

@@ -43,6 +43,7 @@ from megatrain.schedule import Lane
 from megatrain.schedule.plan import Plan
 from megatrain.store.store import SegmentStore
 
+RANDOM_ELEMENTS = 1 << 26  # drawn at a time; a divisor of a piece of pinned memory
 HYPER = AdamW(learning_rate=1e-5, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
 
 
@@ -139,15 +140,16 @@ def either_s(trace: Trace | None) -> float:
 
 
 def randomise(store: SegmentStore, device: torch.device) -> None:
-    """Weights N(0, 0.02), norms about 1: drawn on the GPU, 64M at a time."""
+    """Weights N(0, 0.02), norms about 1: drawn on the GPU, 64M at a time, inside a piece of pinned memory."""
     generator = torch.Generator(device).manual_seed(0)
     for name, layout in store.layouts.items():
         with store.visit(name, "w", write=True):
             flat = store.flat(name, "w")
             for entry in layout.entries:
                 ones = len(entry.tensor.shape) == 1
-                for start in range(entry.offset, entry.stop, 1 << 26):
-                    part = flat[start : min(start + (1 << 26), entry.stop)]
+                for first in range(entry.offset // RANDOM_ELEMENTS, -(-entry.stop // RANDOM_ELEMENTS)):
+                    start, stop = first * RANDOM_ELEMENTS, (first + 1) * RANDOM_ELEMENTS
+                    part = flat[max(start, entry.offset) : min(stop, entry.stop)]
                     values = torch.randn(part.numel(), generator=generator, device=device) * 0.02 + ones
                     part.copy_(values.to(part.dtype))
 

@@ -16,13 +16,14 @@ ALIGN_BYTES = 256
 LATE_MODULES_BYTES = 320 << 20
 
 
-def cap_device_memory(budget_bytes: int) -> None:
+def cap_device_memory(budget_bytes: int, late_modules_bytes: int = LATE_MODULES_BYTES) -> None:
     """Hold this process to `budget_bytes` of the current GPU's memory as the driver counts it, CUDA's context included.
 
+    `late_modules_bytes`: room for what CUDA has yet to load.
     PlanError if the context alone leaves nothing. Beyond the cap, allocations raise torch.OutOfMemoryError.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved() + LATE_MODULES_BYTES
+    outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved() + late_modules_bytes
     if outside_bytes >= budget_bytes:
         raise PlanError(
             f"memory.hbm is {budget_bytes:,} bytes, but CUDA itself and other programs take {outside_bytes:,}; raise it"

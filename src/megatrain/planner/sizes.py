@@ -29,7 +29,9 @@ SLACK_DISK_BYTES = 16 * MIB  # of a model folder or checkpoint beside its tensor
 # Saved by an eager block ÷ what linear layers take and give. Seen: 1.11 (Llama fp32), 1.23 (Llama bf16), 1.61 (Qwen3).
 EAGER_SAVED = 1.6
 LAST_FLOWS = 8  # boundaries, where a compiled backward ends: gradients of q, k, v, their input, the hidden state
-UNUSED_SHARE = 1.2  # of the largest tensor that comes and goes; seen on an H200: 0.7 to 1.15
+# What the pool has no use for: of the largest tensor that comes and goes, at least so much. Seen on an H200: 0.26 to
+# 1.15 of it, and 400 MB where blocks keep what they compute.
+UNUSED_SHARE, LEAST_UNUSED_BYTES = 1.2, 400 * MIB
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms on a CPU, by compute_bytes (fp32: 9.7 seen)
 
 
@@ -101,7 +103,8 @@ class Shapes:
         weight = max(t.num_elements for block in self.spec.blocks for t in block.tensors)
         logits = self.loss_chunk_tokens * self.spec.vocab_size
         largest = max(embedding_of(self.spec).num_elements, logits, weight) * self.compute_bytes
-        return int(UNUSED_SHARE * max(largest, *(widest for widest, _ in self.widest_bytes.values())))
+        widest = max(widest for widest, _ in self.widest_bytes.values())
+        return max(LEAST_UNUSED_BYTES, int(UNUSED_SHARE * max(largest, widest)))
 
     @cached_property
     def call_bytes(self) -> int:
@@ -234,14 +237,17 @@ def backward_working_bytes(shapes: Shapes, block: str, is_kept: bool) -> int:
 def head_working_bytes(shapes: Shapes) -> int:
     """Peak of HEAD: a chunk's logits with their softmax and gradient, dW before it is added, dL/dh.
 
-    On a GPU as measured on an H200: 6 bytes a logit and five boundaries in bf16, and what a chunk reads.
+    On a GPU as seen on an H200 (Llama, Qwen2.5; tied, untied) to 0.1 %: when dW is made, the logits have become their
+    gradient, and dW is there twice; five boundaries, and what a chunk reads.
     """
     spec = shapes.spec
     logits = shapes.loss_chunk_tokens * spec.vocab_size * logit_bytes(shapes)
     grad = spec.vocab_size * spec.hidden_size * shapes.compute_bytes
     chunk = shapes.loss_chunk_tokens * spec.hidden_size * shapes.compute_bytes
-    boundaries = 5 if shapes.fused_loss else 3
-    return logits + grad + chunk + boundaries * one_boundary_bytes(shapes)
+    if not shapes.fused_loss:
+        return logits + grad + chunk + 3 * one_boundary_bytes(shapes)
+    one_logits = shapes.loss_chunk_tokens * spec.vocab_size * shapes.compute_bytes
+    return logits - 2 * one_logits + 2 * max(grad, one_logits) + chunk + 5 * one_boundary_bytes(shapes)
 
 
 def embedding_working_bytes(shapes: Shapes) -> int:
@@ -249,7 +255,7 @@ def embedding_working_bytes(shapes: Shapes) -> int:
     row, that in fp32 if it is not, and dL/dh."""
     if not embedding_of(shapes.spec).trainable:
         return 0
-    copies = 3 * shapes.compute_bytes + (4 if shapes.compute_bytes < 4 else 0)
+    copies = 4 * shapes.compute_bytes + (4 if shapes.compute_bytes < 4 else 0)  # 12.15 in bf16 seen on an H200
     return shapes.micro_batch_tokens * shapes.spec.hidden_size * copies
 
 

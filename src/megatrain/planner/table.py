@@ -12,9 +12,16 @@ from megatrain.schedule.plan import Tier
 
 Verdict = Literal["FITS", "TIGHT", "NO"]
 TIERS: tuple[Tier, ...] = ("hbm", "ram", "disk")
-# What of a budget may be planned with. HBM: the account is good to 2 %, and the device is the run's alone. RAM and
-# disk: other programs, the page cache and what a library may need are beside it.
-TIGHT_SHARE: Mapping[Tier, float] = {"hbm": 0.985, "ram": 0.95, "disk": 0.95}
+# What of a budget is not planned with. RAM and disk: other programs, the page cache and what a library may need are
+# beside it. HBM is the run's alone and the account is good to 2 %, but pieces of the pool that fit nothing are as large
+# in a small budget as in a large one: with 250 MiB to spare of 8 and 12 GiB, an H200 ran out of them.
+SPARE_SHARE, LARGE_HBM_SPARE_SHARE, HBM_SPARE_BYTES = 0.05, 0.015, 384 << 20
+
+
+def spare_bytes(tier: Tier, budget_bytes: int) -> float:
+    """What of a budget is left to what nobody counts."""
+    share = SPARE_SHARE * budget_bytes
+    return max(LARGE_HBM_SPARE_SHARE * budget_bytes, min(share, HBM_SPARE_BYTES)) if tier == "hbm" else share
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class MemoryTable:
         total, budget = self.total_bytes(tier), self.budgets[tier]
         if total > budget:
             return "NO"
-        return "TIGHT" if total > budget * TIGHT_SHARE[tier] else "FITS"
+        return "TIGHT" if total > budget - spare_bytes(tier, budget) else "FITS"
 
     @property
     def overall(self) -> Verdict:
