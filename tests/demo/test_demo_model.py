@@ -31,8 +31,8 @@ PLACEMENTS = {  # the embedding's state alone, 283 MB, would not fit beside CUDA
     "two slots": Placement(threads=8, round_micro_batches=4),
     "three slots": Placement(threads=8, round_micro_batches=4, weight_slots=3, grad_slots=3),
     "two rounds": Placement(threads=8, round_micro_batches=2),
-    "state streamed": Placement(threads=8, round_micro_batches=4, streamed=frozenset({"L000", "L007"})),
-    "at home": Placement(threads=8, resident=frozenset({"L001", "L029"}), round_micro_batches=2),
+    "state streamed": Placement(threads=8, round_micro_batches=4, streamed=frozenset({"L007"})),
+    "at home": Placement(threads=8, resident=frozenset({"L029"}), round_micro_batches=2),
 }
 
 
