@@ -130,6 +130,13 @@ def test_figures_are_shown_with_their_units() -> None:
     assert found["disk rate"] == "write 1.70, read 1.70 GB/s, O_DIRECT"
 
 
+def test_a_share_of_processor_time_is_said() -> None:
+    said = [judge(host(num_cores=4, cores_limit=limit)) for limit in (None, 4.0, 3.5)]
+    cpu = [check.found for checks in said for check in checks if check.name == "cpu"]
+    said_cores = [text.split(", ")[2] for text in cpu]
+    assert said_cores == ["4 cores", "4 cores (cgroup limit 4)", "4 cores (cgroup limit 3.5)"]
+
+
 def test_without_a_gpu_nothing_is_said_of_its_link() -> None:
     bare = replace(GOOD, gpu=None, pin=None, link=None, dma_slowdown={})
     assert [c.name for c in judge(bare)] == [

@@ -115,7 +115,8 @@ def _ram(m: Measured) -> list[Check]:
 def _cpu(m: Measured) -> list[Check]:
     host = m.host
     nodes = f"{host.num_numa_nodes} NUMA node" + "s" * (host.num_numa_nodes != 1)
-    found = f"{host.processor}, {host.isa}, {host.num_cores} cores, {nodes}, load {host.load:.1f}"
+    limit = "" if host.cores_limit is None else f" (cgroup limit {host.cores_limit:g})"
+    found = f"{host.processor}, {host.isa}, {host.num_cores} cores{limit}, {nodes}, load {host.load:.1f}"
     return _one(
         "cpu",
         found,

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatrain import __version__
+from megatrain.hardware.cgroups import cgroup_cores, usable_cores
 from megatrain.hardware.cpu import isa, processor_name
 from megatrain.hardware.measured import Host
 
@@ -29,13 +30,14 @@ def describe_host(
     return Host(
         processor=processor_name(cpuinfo),
         isa=isa(cpuinfo),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=usable_cores(proc),
         num_numa_nodes=count_listed(nodes.read_text()) if nodes.is_file() else 1,
         ram_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         ram_available_bytes=ram_available_bytes,
         ram_limit_bytes=ram_limit_bytes,
         locked_limit_bytes=locked_limit_bytes,
         load=os.getloadavg()[0],
+        cores_limit=cgroup_cores(proc),
     )
 
 

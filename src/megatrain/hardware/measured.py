@@ -28,6 +28,7 @@ class Host:
     ram_limit_bytes: int | None
     locked_limit_bytes: int | None  # RLIMIT_MEMLOCK; None when unlimited
     load: float  # processes that wanted a core, over the last minute, before anything was measured
+    cores_limit: float | None = None  # of processor time, the least of all cgroups; None when there is none
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from megatrain.errors import ConfigError
+from megatrain.hardware.cgroups import usable_cores
 from megatrain.hardware.cpu import isa, processor_name
 from megatrain.hardware.gpu import LARGE_BYTES, Direction, Kernel, ask_smi
 from megatrain.hardware.machine import Machine
@@ -46,7 +47,7 @@ def probe(
         ram_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         ram_available_bytes=ram_available_bytes,
         disk_free_bytes=disk_free_bytes(folder),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=usable_cores(proc),
         isa=isa(cpuinfo),
     )
 

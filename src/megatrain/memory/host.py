@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import PlanError
+from megatrain.hardware.cgroups import usable_cores
 from megatrain.memory.limits import available_ram_bytes
 
 PAGE_BYTES = 4096
@@ -47,7 +47,7 @@ class HostArena:
             # without transparent huge pages answer EINVAL, and nothing is lost.
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
-        _touch(self._memory, threads or len(os.sched_getaffinity(0)))
+        _touch(self._memory, threads or usable_cores())
 
     def view(self, offset_bytes: int, count: int, dtype: torch.dtype) -> Tensor:
         """1-D tensor of `count` elements over bytes [offset, offset + count * itemsize): zero-copy, bounds checked."""

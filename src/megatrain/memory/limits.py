@@ -8,14 +8,14 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
-PROC = Path("/proc")
+from megatrain.hardware.cgroups import PROC, cgroup_folders
 
 
 def available_ram_bytes(proc: Path = PROC) -> int:
     """The least of MemAvailable and the room left in every memory cgroup (v1 and v2) from ours up to the root."""
     meminfo = (proc / "meminfo").read_text()
     rooms = [_kib_field(meminfo, "MemAvailable") * 1024]
-    for folder in _memory_cgroups(proc):
+    for folder in cgroup_folders("memory", proc):
         room_bytes = _cgroup_room_bytes(folder)
         if room_bytes is not None:
             rooms.append(room_bytes)
@@ -24,7 +24,7 @@ def available_ram_bytes(proc: Path = PROC) -> int:
 
 def cgroup_limit_bytes(proc: Path = PROC) -> int | None:
     """The least memory limit among the cgroups (v1 and v2) from ours up to the root; None when none has one."""
-    limits = [_cgroup_limit(folder) for folder in _memory_cgroups(proc)]
+    limits = [_cgroup_limit(folder) for folder in cgroup_folders("memory", proc)]
     return min((limit.limit_bytes for limit in limits if limit is not None), default=None)
 
 
@@ -54,34 +54,6 @@ def _kib_field(text: str, name: str) -> int:
     if found is None:
         raise RuntimeError(f"no {name} in a /proc file: this kernel is not supported")
     return int(found[1])
-
-
-def _memory_cgroups(proc: Path) -> list[Path]:
-    """Folders of the memory cgroups this process is in, ours first, each hierarchy up to its mount point.
-
-    Inside a container the path in /proc/self/cgroup may lie outside what is mounted: folders that are not there
-    are passed over, the mount point itself then is the container's own cgroup.
-    """
-    paths: dict[str, str] = {}  # "v1" or "v2" -> path in the hierarchy
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            paths["v2"] = path
-        elif "memory" in controllers.split(","):
-            paths["v1"] = path
-    folders: list[Path] = []
-    for line in (proc / "self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        fields, (kind, _, options) = before.split(), after.split()[:3]
-        version = {"cgroup": "v1", "cgroup2": "v2"}.get(kind)
-        if version not in paths or (version == "v1" and "memory" not in options.split(",")):
-            continue
-        mount, below = Path(fields[4]), paths[version]
-        if fields[3] != "/":  # the mount shows a subtree only
-            below = below.removeprefix(fields[3])
-        inside = mount / below.lstrip("/")
-        folders += [f for f in (inside, *inside.parents) if f.is_relative_to(mount) and f.is_dir()]
-    return folders
 
 
 class _Limit(NamedTuple):
