@@ -13,6 +13,8 @@ import bench
 from bench import step
 from bench.__main__ import names
 from bench.presets import PRESETS
+from megatrain.engine.trace import Trace, TraceRow
+from megatrain.schedule import Kind, Lane, Op
 
 SMALL = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -77,3 +79,13 @@ def test_all_systems_of_a_gpu_run_under_one_setting(
 def test_what_is_listed_is_a_benchmark(name: str) -> None:
     found = ast.parse((Path(bench.__file__).parent / f"{name}.py").read_text("utf-8"))
     assert "main" in {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_disk_is_busy_as_long_as_it_is_read_or_written_from_the_first_op_on() -> None:
+    """The host's lane begins late, and is listed first: what the disk did before that counts, too."""
+    times_s = [(Lane.HOST, 5.0, 6.0), (Lane.DISK, 0.5, 2.5), (Lane.DISK, 4.0, 7.0), (Lane.DISK_READ, 2.0, 4.5)]
+    rows = [TraceRow(Op(Kind.CLIP, "", None, lane, (), ()), start_s, end_s) for lane, start_s, end_s in times_s]
+    trace = Trace(tuple(rows))
+    assert [start_s for _, start_s, _ in trace.timed()] == [4.5, 0.0, 3.5, 1.5]
+    assert step.either_s(trace) == 6.5
+    assert step.either_s(None) == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megatrain.planner.chart import chart
 from megatrain.planner.family import search
 from megatrain.planner.occupancy import occupancy
 from megatrain.planner.traced import Span, calibrate, matched, read_trace, spans_of
-from megatrain.schedule import Lane, Plan, build, simulate
+from megatrain.schedule import Lane, Plan, Schedule, build, simulate
 from tests.planner.test_planner import config_of, spec_of
 
 H200 = read_machine("h200-125gb")
@@ -61,11 +62,33 @@ def test_rates_are_fitted_kind_by_kind(question: Question, plan: Plan) -> None:
 
 def test_times_come_onto_one_clock(question: Question, plan: Plan) -> None:
     """Streams count from their own first op: no op may start before what it waits for has ended."""
-    streamed = replace(plan, segments=tuple(
+    follow_their_waits(*matched(streamed(plan), spans_at(question, streamed(plan), {"UPDATE": 30.0})))
+
+
+def test_a_host_that_has_nothing_to_do_in_the_first_of_two_passes_has_its_clock_start_late(
+    question: Question, plan: Plan
+) -> None:
+    """Its first op is CLIP: streams are half a step ahead."""
+    two_pass = replace(streamed(plan), clip_mode="two-pass", grad_landing_slots=2)
+    spans = spans_at(question, two_pass, {})
+    assert next(span.start_s for span in spans if span.kind == "CLIP") == 0.0
+    schedule, times_s = matched(two_pass, spans)
+    follow_their_waits(schedule, times_s)
+    assert min(start_s for start_s, _ in times_s) == 0.0
+    made = simulate(schedule, question.work.costs.seconds)
+    assert max(end_s for _, end_s in times_s) == pytest.approx(made.makespan_s)
+
+
+def streamed(plan: Plan) -> Plan:
+    """Everything in RAM."""
+    segments = tuple(
         replace(s, state="ram", weights="pool" if s.kind == "block" else "own",
                 grads="pool" if s.kind == "block" else "own") for s in plan.segments
-    ))  # fmt: skip
-    schedule, times_s = matched(streamed, spans_at(question, streamed, {"UPDATE": 30.0}))
+    )  # fmt: skip
+    return replace(plan, segments=segments, weight_slots=2)
+
+
+def follow_their_waits(schedule: Schedule, times_s: Sequence[tuple[float, float]]) -> None:
     ends_s = {op.records: end for op, (_, end) in zip(schedule, times_s, strict=True) if op.records}
     waits = [(token, start) for op, (start, _) in zip(schedule, times_s, strict=True) for token in op.waits]
     assert waits

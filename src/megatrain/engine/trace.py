@@ -44,10 +44,14 @@ class Trace:
         return busy
 
     def timed(self) -> Iterator[tuple[Op, float, float]]:
-        """(op, start_s, end_s), each from the first op on a lane of the same clock."""
+        """(op, start_s, end_s), each from the earliest start on a lane of the same clock."""
         base: dict[type, Mark] = {}
         for row in self.rows:
             zero = base.setdefault(type(row.start), row.start)
+            if _between_s(zero, row.start) < 0.0:  # a lane listed later began earlier
+                base[type(row.start)] = row.start
+        for row in self.rows:
+            zero = base[type(row.start)]
             yield row.op, _between_s(zero, row.start), _between_s(zero, row.end)
 
     def write(self, path: Path) -> None:

@@ -35,9 +35,9 @@ WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what
 HELD_S = 1e-16  # a byte of the device: 100 GB of it outweigh no more than 10 us
 ACT_SLOTS = 2  # one is computed, one travels
 GRAD_SLOTS = 2  # in RAM, in two passes: one lands, one is used
-# Landing slots of the disk worth trying: one is read while one is written; a third is updated besides. More only take
-# the RAM of states that would then not be on disk at all.
-DISK_SLOTS = (2, 3)
+# Landing slots of the disk worth trying. Each but the first puts one more state on the disk, to be read and written by
+# every step: they pay where the disk would otherwise rest during the first pass or an update.
+DISK_SLOTS = (1, 2, 3)
 STEP = 1.2  # between two sizes of the family, beyond the first few: what it cannot use of HBM is small
 SMALL_STEP = 1.05
 
@@ -252,6 +252,11 @@ def spread(items: Sequence[int], count: int) -> list[int]:
     return [items[(2 * turn + 1) * len(items) // (2 * count)] for turn in range(count)]
 
 
+def end_to_end(items: Sequence[int], count: int) -> list[int]:
+    """`count` of `items` as far from each other as can be: the first, the last, and evenly between."""
+    return [items[turn * (len(items) - 1) // max(1, count - 1)] for turn in range(count)]
+
+
 def _with_disk(question: Question, plan: Plan) -> Iterator[Plan]:
     """`plan` with as little on disk as lets RAM hold the rest, with every number of landing slots; `plan` itself if
     that is nothing, or if not even everything would be enough."""
@@ -264,7 +269,8 @@ def _with_disk(question: Question, plan: Plan) -> Iterator[Plan]:
 
 def _spilled(question: Question, plan: Plan, disk_slots: int) -> Plan | None:
     """States go first, which a step reads and writes once, from the segment whose update may end last, or, in two
-    passes, evenly spread, so that the disk has time between them; then weights, which a step reads twice."""
+    passes, from the first update to the last, so that the disk has the whole second pass between them, and the first
+    pass from the last to the first; then weights, which a step reads twice."""
     indices = [index for index in reversed(range(len(plan.segments))) if plan.segments[index].state != "hbm"]
     indices.sort(key=lambda index: plan.segments[index].kind != "block")
     order = [(index, STATE_ON_DISK) for index in indices if plan.segments[index].trainable]
@@ -273,7 +279,7 @@ def _spilled(question: Question, plan: Plan, disk_slots: int) -> Plan | None:
 
     def spilled(count: int) -> Plan:
         if plan.clip_mode == "two-pass" and count < len(blocks):
-            return replace(_changed(plan, spread(blocks, count), STATE_ON_DISK), disk_slots=disk_slots)
+            return replace(_changed(plan, end_to_end(blocks, count), STATE_ON_DISK), disk_slots=disk_slots)
         changed = plan
         for change in (STATE_ON_DISK, WEIGHTS_ON_DISK):
             changed = _changed(changed, [index for index, wanted in order[:count] if wanted is change], change)

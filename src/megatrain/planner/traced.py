@@ -16,6 +16,8 @@ from megatrain.schedule.build import build
 from megatrain.schedule.ops import Lane, Schedule
 from megatrain.schedule.plan import Plan
 
+STREAMS = ("compute", "h2d", "d2h")
+
 
 class Span(NamedTuple):
     """One op of a lane, in seconds from the start of its program."""
@@ -49,8 +51,8 @@ def spans_of(schedule: Schedule, times_s: Sequence[tuple[float, float]]) -> list
 def matched(plan: Plan, spans: Iterable[Span]) -> tuple[Schedule, list[tuple[float, float]]]:
     """The schedule that a trace is of, and the times of its ops on one clock; PlanError if it is of another plan.
 
-    Streams and host lanes have clocks of their own, each from its first op: the streams' is moved so that no op starts
-    before what it waited for on the host ended.
+    Streams and host lanes have clocks of their own. The streams' is moved by as little as lets no op start before what
+    it waited for on the other clock ended; all of it starts at 0.
     """
     lanes: dict[str, list[Span]] = {str(lane): [] for lane in Lane}
     for span in spans:
@@ -70,20 +72,23 @@ def matched(plan: Plan, spans: Iterable[Span]) -> tuple[Schedule, list[tuple[flo
                 "plan; give the plan.json of its run with --plan"
             )
         found.append(span)
-    streams = ("compute", "h2d", "d2h")
-    ends_s = {op.records: span.end_s for op, span in zip(schedule, found, strict=True) if op.lane not in streams}
-    late_s = max(
-        (
-            ends_s[token] - span.start_s
-            for op, span in zip(schedule, found, strict=True)
-            if op.lane in streams
-            for token in op.waits
-            if token in ends_s
-        ),
-        default=0.0,
-    )
-    shift_s = {lane: max(0.0, late_s) if lane in streams else 0.0 for lane in lanes}
-    return schedule, [(s.start_s + shift_s[s.lane], s.end_s + shift_s[s.lane]) for s in found]
+    late_s = _streams_late_s(schedule, found)
+    moved = [(s.start_s + late_s, s.end_s + late_s) if s.lane in STREAMS else (s.start_s, s.end_s) for s in found]
+    zero_s = min((start_s for start_s, _ in moved), default=0.0)
+    return schedule, [(start_s - zero_s, end_s - zero_s) for start_s, end_s in moved]
+
+
+def _streams_late_s(schedule: Schedule, spans: Sequence[Span]) -> float:
+    """What to add to times of streams to have them on the clock of the host's lanes."""
+    span_of = {op.records: span for op, span in zip(schedule, spans, strict=True)}
+    least_s, most_s = float("-inf"), float("inf")
+    for op, span in zip(schedule, spans, strict=True):
+        for before in (span_of[token] for token in op.waits):
+            if span.lane in STREAMS and before.lane not in STREAMS:
+                least_s = max(least_s, before.end_s - span.start_s)
+            elif span.lane not in STREAMS and before.lane in STREAMS:
+                most_s = min(most_s, span.start_s - before.end_s)
+    return max(least_s, min(0.0, most_s))
 
 
 def _began_pending(plan: Plan, lanes: Mapping[str, Sequence[Span]]) -> bool:
