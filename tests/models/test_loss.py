@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +82,20 @@ def test_no_labels_no_loss() -> None:
     assert loss == 0
     assert not dy_1TD.any()
     assert not dw_VD.any()
+
+
+def test_what_a_chunk_made_is_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second dW took 1 GB of HBM beside a vocabulary of 128K."""
+    y_1TD, w_VD, labels_T = setting(torch.float32)
+    made: list[weakref.ref[Tensor]] = []
+    real = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        assert [ref() for ref in made] == [None] * len(made)
+        found = real(*args, **kwargs)
+        made.extend(map(weakref.ref, found))
+        return found
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    chunked_backward(product, {"out": w_VD}, {"out": torch.zeros_like(w_VD)}, y_1TD, labels_T, 1.0, 5)
+    assert len(made) >= 4

@@ -201,7 +201,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     saved = T * (2 * model.saved + model.attended - 2 * model.attended_width)  # lse in fp32
     working = {
         "backward of a block": saved + T * d * 2 + T * model.widest * 2 + model.largest * 2,
-        "head and loss": CHUNK * v * 2 + 2 * max(v * d * 2, CHUNK * v * 2) + CHUNK * d * 2 + 5 * T * d * 2,
+        "head and loss": CHUNK * v * 2 + max(v * d * 2, CHUNK * v * 2) + CHUNK * d * 2 + 5 * T * d * 2,
         "backward of the embedding": 12 * T * d,
     }
     peak = max(working, key=lambda phase: working[phase])
