@@ -123,16 +123,19 @@ def flat(row: dict[str, Any]) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("row_format", MAKE)
-def test_csv(tmp_path: Path, options: Options, row_format: str) -> None:
+@pytest.mark.parametrize(("name", "separator"), [("rows.csv", ","), ("rows.csv", ";"), ("rows.tsv", "\t")])
+def test_csv(tmp_path: Path, options: Options, row_format: str, name: str, separator: str) -> None:
     rows = [flat(MAKE[row_format](text)) for text in TEXTS.values()]
-    path = tmp_path / "rows.csv"
+    if len(rows[0]) == 1 and name == "rows.csv":
+        separator = ","     # a header of one column shows none
+    path = tmp_path / name
     with open(path, "w", encoding="utf-8-sig", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=separator)
         writer.writeheader()
         writer.writerows(rows)
     good = path.read_bytes()
     broken = [b'"", "",""\r\n', b"\xff" + b",\xff" * (len(rows[0]) - 1) + b"\r\n", b"," * len(rows[0]) + b"\r\n"]
-    path.write_bytes(good + b"".join(broken))
+    path.write_bytes(good + b"".join(broken).replace(b",", separator.encode()))
     dataset = prepared(options, path, row_format)
     lines = [dataset.source(i)[1] for i in range(dataset.num_samples)]
     bad_lines = [bad.line for bad in dataset.report.bad_rows]

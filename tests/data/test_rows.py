@@ -1,7 +1,9 @@
 """Reading files: every line is a row or a reported problem, with its number."""
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import sys
 from pathlib import Path
@@ -118,6 +120,37 @@ def test_csv_with_quoted_line_breaks_and_ragged_rows(tmp_path: Path) -> None:
     path.write_bytes(b'\xef\xbb\xbfprompt,completion\r\n"a\nb",c\r\nonly one\r\n\xff,d\r\n')
     assert lines(path) == [(2, {"prompt": "a\nb", "completion": "c"}), (4, "1 cells under a header of 2"),
                            (5, {"prompt": "\udcff", "completion": "d"})]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+@pytest.mark.parametrize(
+    ("header", "separator"),
+    [
+        ("instruction,output", ","),
+        ("instruction;output", ";"),
+        ("instruction\toutput", "\t"),
+        ('"output";"instruction"', ";"),
+        ('"one;two;three",output,instruction', ","),            # a separator inside of quotes is none
+        ("output,instruction,notes (a;b;c;d)", ","),            # columns that a format asks for decide
+        ("instruction;output;notes, if any, on it", ";"),
+        ("one;two;three, more", ";"),
+        ("text", ","),
+        ("text,notes;more", ","),
+    ],
+)
+def test_the_header_shows_what_stands_between_cells(tmp_path: Path, name: str, header: str, separator: str) -> None:
+    separator = "\t" if name == "a.tsv" else separator
+    names = next(csv.reader([header], delimiter=separator))
+    values = [f"{i},;\n\t|" for i in range(len(names))]
+    body = io.StringIO(newline="")
+    csv.writer(body, delimiter=separator).writerows([values, [*values, "more"], values])
+    data = (header + "\n" + body.getvalue()).encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert [got for _, got in lines(tmp_path / name)] == [
+        dict(zip(names, values, strict=True)),
+        f"{len(names) + 1} cells under a header of {len(names)}",
+        dict(zip(names, values, strict=True)),
+    ]
 
 
 def test_parquet_and_arrow(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatrain.data.options import FORMATS, Format
+from megatrain.data.options import FORMATS, KEYS, Format
 from megatrain.data.rows import Row
 from megatrain.errors import DataError
 
@@ -79,15 +79,7 @@ def _detect_row(row: Row) -> Format | None:
     if {"chosen", "rejected"} <= keys:
         raise DataError(f"dataset {row.file} line {row.line} holds preference pairs (`chosen`, `rejected`); training "
                         f"on preferences is planned, not there yet: {ACCEPTED}")
-    if "messages" in keys:
-        return "messages"
-    if "conversations" in keys:
-        return "sharegpt"
-    if {"prompt", "completion"} <= keys:
-        return "prompt_completion"
-    if {"instruction", "output"} <= keys:
-        return "alpaca"
-    return "text" if "text" in keys else None
+    return next((row_format for row_format, needed in KEYS.items() if needed <= keys), None)
 
 
 def to_sample(value: Mapping[str, Any], row_format: Format) -> Sample:

@@ -11,6 +11,12 @@ from megatrain.errors import ConfigError
 Format = Literal["messages", "text", "prompt_completion", "alpaca", "sharegpt"]
 Truncation = Literal["keep_start", "keep_end", "drop"]
 FORMATS: tuple[Format, ...] = ("messages", "text", "prompt_completion", "alpaca", "sharegpt")
+# What a row must have to be of a format; the first one that fits counts.
+KEYS: Mapping[Format, frozenset[str]] = {
+    "messages": frozenset({"messages"}), "sharegpt": frozenset({"conversations"}),
+    "prompt_completion": frozenset({"prompt", "completion"}), "alpaca": frozenset({"instruction", "output"}),
+    "text": frozenset({"text"}),
+}
 TRUNCATIONS: tuple[Truncation, ...] = ("keep_start", "keep_end", "drop")
 
 
@@ -31,7 +37,7 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         if not self.paths:
-            raise ConfigError("dataset names no file; give the path of a JSON, JSONL, CSV, Parquet or Arrow file")
+            raise ConfigError("dataset names no file; give the path of a JSON, JSONL, CSV, TSV, Parquet or Arrow file")
         if self.max_length < 2:
             raise ConfigError(f"max_length is {self.max_length}; a sample needs at least 2 tokens to predict one")
         if self.format is not None and self.format not in FORMATS:

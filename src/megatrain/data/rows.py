@@ -9,9 +9,11 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatrain.data.options import KEYS
 from megatrain.errors import DataError
 
 try:
@@ -22,7 +24,9 @@ except ImportError:
 MAX_LINE_BYTES = 512 << 20      # a longer line is passed over in pieces, never held
 PIECE_BYTES = 1 << 20
 ARROW_BATCH_ROWS = 1024
-KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+SEPARATORS = {".csv": ",;\t", ".tsv": "\t"}
+COLUMNS = frozenset().union(*KEYS.values())
 NOT_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")     # bookkeeping beside saved Arrow folders
 BLANK = b" \t\r\n"
 
@@ -63,8 +67,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             return
         with _open(path) as stream:
             _refuse_utf16(path, stream)
-            if kind == ".csv":
-                yield from _read_csv(path, stream)
+            if kind in SEPARATORS:
+                yield from _read_csv(path, stream, SEPARATORS[kind])
             elif kind == ".json" and _first_byte(stream) == b"[":
                 yield from _read_array(path, stream)
             else:
@@ -189,14 +193,15 @@ def _skip(text: str, at: int, characters: str) -> int:
     return at
 
 
-def _read_csv(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
+def _read_csv(path: Path, stream: io.BufferedReader, separators: str) -> Iterator[Row]:
     """CSV with a header line; bytes that are not UTF-8 become lone surrogates, which the formats refuse by row."""
     csv.field_size_limit(MAX_LINE_BYTES)
     header: list[str] | None = None
     start = 1
     with io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="") as text:
-        reader = csv.reader(text)
         try:
+            first = text.readline()
+            reader = csv.reader(chain([first], text), delimiter=_separator(first, separators))
             for cells in reader:
                 if header is None:
                     header = cells
@@ -207,6 +212,17 @@ def _read_csv(path: Path, stream: io.BufferedReader) -> Iterator[Row]:
                 start = reader.line_num + 1
         except csv.Error as error:
             raise DataError(f"dataset {path} line {start}: not CSV ({error}); repair the line") from error
+
+
+def _separator(header: str, separators: str) -> str:
+    """The one between whose cells are most columns that a format asks for, else most cells at all: spreadsheets of
+    much of Europe write semicolons. csv.Sniffer goes by letters that repeat, and takes one cell for two."""
+
+    def cells(separator: str) -> tuple[int, int]:
+        found = next(csv.reader([header], delimiter=separator), [])
+        return len(COLUMNS.intersection(found)), len(found)
+
+    return max(separators, key=cells)
 
 
 def _read_arrow(path: Path, kind: str) -> Iterator[Row]:

@@ -25,7 +25,7 @@ Kind = Literal["model", "dataset"]
 NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+?))?(?::(?P<inside>[^:]+))?"
 )
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".gz", ".zst")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
 FETCHED: Mapping[Kind, tuple[str, ...]] = {
     "model": ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt"),
     "dataset": tuple(f"*{suffix}" for suffix in DATA_SUFFIXES),
