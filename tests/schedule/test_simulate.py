@@ -23,7 +23,7 @@ from megatrain.schedule import (
     parse,
     simulate,
 )
-from tests.schedule.plans import RESIDENT, STREAMED, plan_of, plans, runs_of
+from tests.schedule.plans import DISK_STATE, RESIDENT, STREAMED, plan_of, plans, runs_of
 
 EIGHT = plan_of([STREAMED] * 8)
 
@@ -167,6 +167,26 @@ def test_the_shortest_of_what_an_op_needs_sets_its_speed() -> None:
     uses = {"UPDATE": (), "FETCH": (Use("dram", 10.0), Use("link", 40.0))}
     sharing = Sharing(lambda op: uses[op.kind], {"dram": 100.0, "link": 10.0})
     assert simulate(two_lanes(SECOND), durations(UPDATE=4.0, FETCH=2.0), sharing).finish_s == pytest.approx((4.0, 8.0))
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "disk_slots", "step_s"),
+    [((0, 5), 1, 32.0), ((1, 4), 1, 34.0), ((0, 3, 5), 2, 37.0), ((1, 3, 4), 2, 39.0)],
+)
+def test_two_passes_hide_the_disk_best_behind_one_slot_and_states_far_apart(
+    on_disk: tuple[int, ...], disk_slots: int, step_s: float
+) -> None:
+    """32 s of compute, 10 of them between the first block's update and the last one's; a disk of 5 s a state and way.
+
+    Between two updates of a slot a state must be written and one be read. All four plans hold one state on the disk
+    while another is in RAM: what a second slot adds is a state, to be read and written as well."""
+    blocks = [{**STREAMED, **(DISK_STATE if block in on_disk else {})} for block in range(6)]
+    schedule = build(plan_of(blocks, two_pass=True, disk_slots=disk_slots), "train", 1, True)
+    one_device = Sharing(
+        lambda op: (Use("disk", 1.0),) if op.lane in (Lane.DISK, Lane.DISK_READ) else (), {"disk": 1.0}
+    )
+    done = simulate(schedule, durations(BACKWARD=2.0, LOAD_STATE=5.0, SPILL=5.0), one_device)
+    assert (done.busy_s[Lane.COMPUTE], done.makespan_s) == (32.0, pytest.approx(step_s))
 
 
 @settings(deadline=None)
