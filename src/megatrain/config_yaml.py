@@ -14,7 +14,6 @@ import yaml
 
 from megatrain.errors import ConfigError
 
-MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
 MAX_BYTES = 1 << 20  # a config is a page; data, a disk or /dev/zero given in its place is not read to its end
 

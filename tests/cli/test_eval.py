@@ -152,6 +152,7 @@ def test_the_harness_is_an_extra(
     monkeypatch.setattr("megatrain.cli.evaluate.HARNESS", "stub_of_harness")
     monkeypatch.setenv("PYTHONPATH", str(folder.parent))
     monkeypatch.syspath_prepend(str(folder.parent))
+    (tmp_path / "eval.jsonl").unlink()  # the harness brings data of its own
     assert megatrain("eval", run, "--lm-eval", "arc_easy,hellaswag") == 0
     said = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("harness"))
     words = json.loads(said.removeprefix("harness "))
