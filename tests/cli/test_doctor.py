@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
 import torch
@@ -168,6 +169,27 @@ def test_a_gpu_lost_on_the_way_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     code, out, _ = run(str(tmp_path))
     assert code == 1
     assert "FAIL  gpu           could not be measured: RuntimeError: CUDA error: device lost" in out
+
+
+class NoRoom(Exception):
+    """As Triton's own: no RuntimeError."""
+
+
+@pytest.mark.parametrize("error", [NoRoom("out of resource: shared memory"), CalledProcessError(1, "/usr/bin/gcc")])
+def test_a_kernel_that_cannot_be_made_here_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    with_gpu(monkeypatch, Device())
+    monkeypatch.setattr(doctor, "attention", broken)
+    monkeypatch.setattr(doctor, "TRITON_ERRORS", (NoRoom,))
+    code, out, _ = run(str(tmp_path))
+    assert code == 1
+    assert f"FAIL  attention     could not be measured: {type(error).__name__}: " in out
+    assert "/usr/bin" not in out
+    assert "OK    pcie" in out
 
 
 def test_a_folder_that_takes_no_files_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import TypeVar
 
 import numpy as np
@@ -34,6 +37,8 @@ UPDATE_BYTES = 16  # a parameter: hi 2, lo 2, m, v and grad 4 each
 CUDA = torch.device("cuda")
 ATTENTION = (8192, 32, 8, 128)  # tokens, heads, key/value heads, head size: of an 8B model
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Of a kernel that asks for more than a device has, say.
+TRITON_ERRORS: Sequence[type[Exception]] = [import_module("triton.errors").TritonError] if find_spec("triton") else []
 Taken = TypeVar("Taken")
 
 
@@ -66,7 +71,7 @@ class Taker:
         _say(name)
         try:
             return measure()
-        except (RuntimeError, OSError, MemoryError) as error:
+        except (RuntimeError, OSError, MemoryError, SubprocessError, *TRITON_ERRORS) as error:  # its C compiler, too
             self.failed[name] = _reason(error)
             return None
 

@@ -214,7 +214,8 @@ def _matmul(m: Measured) -> list[Check]:
 
 def _attention(m: Measured) -> list[Check]:
     if m.attention_flops_per_s is None:
-        return _failed(m, "attention", "pip install triton: attention on the GPU needs it")
+        remedy = "it needs triton, a C compiler, Python's headers and compute capability 8.0: install what is missing"
+        return _failed(m, "attention", remedy)
     return [Check("attention", "OK", f"bf16 {m.attention_flops_per_s / 1e12:.3g} TFLOP/s, deterministic, sustained")]
 
 
