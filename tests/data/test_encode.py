@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
 
-from megatrain.data.encode import Encoded, Encoder, TokenBytes, divider, without_post_processor
+from megatrain.data.encode import Encoded, Encoder, TokenBytes, dividers, without_post_processor
 from megatrain.data.texts import Text
 from tests.data.tiny_tokenizers import make_byte_tokenizer, make_word_tokenizer
 
@@ -75,24 +75,50 @@ def test_what_texts_begin_with_alike_is_tokenised_once(monkeypatch: pytest.Monke
                            for start, end in backend.encode(text.text, add_special_tokens=False).offsets]
 
 
+TURNS = ["\n<|im_start|>".join(f"{spoken} <|im_end|>" for spoken in row) for row in (
+    ["hi", "yes", "no"], ["hi", " ", "né\u0301"], ["<|im_end|>", "\n<|im_start|>", ""], ["<|im_sta", "rt|>", "x" * 9])]
+
+
+@pytest.mark.parametrize(("spelt", "stand_in"), [("", "<s>"), ("<s>", "<extra>"), ("<s><extra>", None)])
+def test_what_stands_between_turns_is_tokenised_as_one_token_that_no_text_has(
+        monkeypatch: pytest.MonkeyPatch, spelt: str, stand_in: str | None) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.backend_tokenizer.add_special_tokens(["<extra>"])
+    encoder = Encoder(tokenizer, max_length=99, truncation="keep_start", assistant_only_loss=True)
+    texts = [Text("chat", text, [3, 15]) for text in [*TURNS, "a word" + spelt, "a<|im_start|>\n<|im_end|>b"]]
+    calls: list[str] = []
+    whole = Tokenizer.encode_batch_fast
+    monkeypatch.setattr("megatrain.data.encode.Tokenizer.encode_batch_fast",
+                        lambda self, given, **how: (calls.extend(given), whole(self, given, **how))[1])
+    monkeypatch.setattr("megatrain.data.encode._by_offsets", None)      # the ids spell the texts as they are
+    results = encoded(encoder, texts)
+    sent = "".join(calls)
+    assert sent.count("<|im_end|>\n<|im_start|>") == (0 if stand_in else 8)
+    assert stand_in is None or sent.count(stand_in) == 8
+    for (ids, trained, _), text in zip(results, texts, strict=True):
+        alone = tokenizer.backend_tokenizer.encode(text.text, add_special_tokens=False)
+        assert ids == alone.ids
+        assert trained == [end > 3 and start < 15 for start, end in alone.offsets]
+
+
 def test_texts_are_divided_only_where_nothing_reaches_over() -> None:
-    def found(*others: AddedToken, **how: bool) -> str | None:
+    def found(*others: AddedToken, **how: bool) -> bool:
         backend = without_post_processor(make_byte_tokenizer().backend_tokenizer)
         backend.add_special_tokens([AddedToken("<end>", **{"normalized": False, **how}), *others])
-        return divider(backend, backend.token_to_id("<end>"))
-    assert found() == found(AddedToken("<other>", lstrip=True, rstrip=True)) == "<end>"
-    assert found(AddedToken("<end>\n")) is None
-    assert found(AddedToken("hi", single_word=True)) is None
-    assert [found(**{how: True}) for how in ("lstrip", "rstrip", "single_word", "normalized")] == [None] * 4
+        return dividers(backend).get("<end>") == backend.token_to_id("<end>")
+    assert found()
+    assert found(AddedToken("<other>", lstrip=True, rstrip=True))
+    assert not any(found(AddedToken(other)) for other in ("<end>\n", "a<end>", "a<", "<<e"))
+    assert found(AddedToken(">a"))
+    assert not found(AddedToken("hi", single_word=True))
+    assert not any(found(**{how: True}) for how in ("lstrip", "rstrip", "single_word", "normalized"))
     backend = without_post_processor(make_byte_tokenizer().backend_tokenizer)
-    assert divider(backend, None) is divider(backend, backend.token_to_id("a")) is None
-    end_id = backend.token_to_id("<|im_end|>")
-    assert divider(backend, end_id) == "<|im_end|>"
+    assert set(dividers(backend)) == {"<|im_start|>", "<|im_end|>", "<s>"}
     backend.encode_special_tokens = True
-    assert divider(backend, end_id) is None
+    assert dividers(backend) == {}
     backend.encode_special_tokens = False
     backend.post_processor = processors.TemplateProcessing(single="$A $A", special_tokens=[])
-    assert divider(backend, end_id) is None
+    assert dividers(backend) == {}
 
 
 BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

@@ -1,6 +1,7 @@
 """Texts to token ids and trained flags. A mask is made by position; no token id ever decides what is trained."""
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
@@ -22,6 +23,7 @@ PIECE_CHARS = 1 << 20               # a longer document is tokenised in pieces�
 CALL_CHARS = 4 << 20                # …and no more than this at once: 200 MB as the library's tokens are gigabytes
 CHARS_PER_TOKEN_BOUNDS = (6, 24)    # a chat is cut to this many characters a token of max_length before tokenising…
 SETTLED_TOKENS = 16                 # …and tokens this near the cut are not believed: the next bound, then the whole
+JOINT_CHARS = 8                     # at most so much between the two tokens of a joint
 PROBE = "Q7x\n\n été 日本 \U0001f600  A7x\t1234567"
 
 
@@ -30,6 +32,15 @@ class Encoded(NamedTuple):
     ids: np.ndarray         # uint32
     trained: np.ndarray     # bool
     truncated: bool
+
+
+class Joint(NamedTuple):
+    """What stands between two turns, from the end-of-sequence token to the special token that opens the next, and its
+    ids. In a call to the library another special token, one that no text has, stands for all of it."""
+    text: str
+    ids: list[int]
+    stand_in: str
+    stand_in_id: int
 
 
 class Encoder:
@@ -50,7 +61,10 @@ class Encoder:
         self._eos_id: int | None = tokenizer.eos_token_id
         self._adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bare = without_post_processor(self._backend)
-        self._divider = divider(self._bare, self._eos_id)
+        self._dividers = dividers(self._bare)
+        self._eos = next((token for token, token_id in self._dividers.items() if token_id == self._eos_id), None)
+        self._joint = re.compile(f"{re.escape(self._eos or '')}.{{0,{JOINT_CHARS}}}?"
+                                 f"({'|'.join(map(re.escape, self._dividers))})", re.DOTALL)
         self._token_bytes = TokenBytes(self._backend)
         probe = np.array(self._backend.encode(PROBE, add_special_tokens=False).ids, np.int64)
         self._is_byte_level = self._token_bytes.bounds([PROBE], probe, np.array([len(probe)])) is not None
@@ -106,40 +120,58 @@ class Encoder:
                 yield _by_offsets(encoding, its_edges)
             return
         # Without offsets the library needs a quarter less time, and where tokens are bytes their lengths say the same.
-        yield from self._by_bytes(texts, self._ids(texts), edges)
+        yield from self._by_bytes(texts, *self._ids(texts), edges)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text. Where most texts begin alike, up to their first end of a turn (a system prompt: a tenth
-        of short chats), that is tokenised once."""
+    def _ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts one behind another, and where each text's stop. What most texts begin with alike, up to
+        their first end of a turn (a system prompt: a tenth of short chats), is tokenised once; what stands between
+        their turns (another tenth) as one token."""
         heads = [""] * len(texts)
-        if self._divider:
-            heads = [head + end for head, end, _ in (text.partition(self._divider) for text in texts)]
+        if self._eos:
+            heads = [head + end for head, end, _ in (text.partition(self._eos) for text in texts)]
         distinct = list(dict.fromkeys(heads))
         if 2 * len(distinct) > len(texts):
             heads, distinct = [""] * len(texts), [""]
-        rests = [text[len(head):] for head, text in zip(heads, texts, strict=True)]
-        found = [one.ids for one in self._bare.encode_batch_fast([*distinct, *rests], add_special_tokens=False)]
+        pieces = [*distinct, *(text[len(head):] for head, text in zip(heads, texts, strict=True))]
+        joint = self._joint_in(pieces)
+        if joint is not None:
+            pieces = [piece.replace(joint.text, joint.stand_in) for piece in pieces]
+        found = [one.ids for one in self._bare.encode_batch_fast(pieces, add_special_tokens=False)]
         ids_of = dict(zip(distinct, found, strict=False))
-        return [ids_of[head] + ids for head, ids in zip(heads, found[len(distinct):], strict=True)]
+        flat, stops = array("I"), array("q")
+        for head, ids in zip(heads, found[len(distinct):], strict=True):
+            flat.fromlist(ids_of[head])     # a fifth of what numpy takes for a list
+            flat.fromlist(ids)
+            stops.append(len(flat))
+        ids, stops = np.frombuffer(flat, np.uint32), np.frombuffer(stops, np.int64)
+        return (ids, stops) if joint is None else _with_joints(ids, stops, joint)
 
-    def _by_bytes(self, texts: list[str], listed: list[list[int]],
+    def _joint_in(self, pieces: list[str]) -> Joint | None:
+        """The first joint of the pieces, if it and a stand-in are found."""
+        found = next(filter(None, map(self._joint.search, pieces)), None) if self._eos else None
+        if found is None:
+            return None
+        others = (token for token in self._dividers if token not in found[0])
+        stand_in = next((token for token in others if not any(token in piece for piece in pieces)), None)
+        if stand_in is None:
+            return None
+        ids = self._bare.encode(found[0], add_special_tokens=False).ids
+        return Joint(found[0], ids, stand_in, self._dividers[stand_in])
+
+    def _by_bytes(self, texts: list[str], ids: np.ndarray, stops: np.ndarray,
                   edges: Sequence[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Ids and flags of all texts at once, by the bytes of their tokens; where those do not spell the texts, of each
         alone, and by the library's offsets for a text that they do not spell."""
-        flat = array("I")
-        for one in listed:
-            flat.fromlist(one)      # a fifth of what numpy takes for a list
-        ids = np.frombuffer(flat, np.uint32)
-        stops = np.cumsum([len(one) for one in listed], dtype=np.int64)
         bounds = self._token_bytes.bounds(texts, ids, stops)
+        runs = list(pairwise([0, *stops.tolist()]))
         if bounds is not None:
             trained = _mask(*bounds, _edges_in_bytes(texts, edges))
-            yield from ((ids[a:b], trained[a:b]) for a, b in pairwise([0, *stops.tolist()]))
+            yield from ((ids[a:b], trained[a:b]) for a, b in runs)
         elif len(texts) == 1:
             yield _by_offsets(self._backend.encode(texts[0], add_special_tokens=False), edges[0])
         else:
-            for text, one, its_edges in zip(texts, listed, edges, strict=True):
-                yield from self._by_bytes([text], [one], [its_edges])
+            for text, (a, b), its_edges in zip(texts, runs, edges, strict=True):
+                yield from self._by_bytes([text], ids[a:b], np.array([b - a]), [its_edges])
 
     def _finished(self, is_completion: bool, ids: np.ndarray, trained: np.ndarray) -> Encoded:
         if is_completion:
@@ -177,17 +209,30 @@ def without_post_processor(backend: Tokenizer) -> Tokenizer:
     return bare if repr(remade) == repr(added) and ids == bare_ids else backend     # == sees the text of tokens alone
 
 
-def divider(bare: Tokenizer, eos_id: int | None) -> str | None:
-    """The end-of-sequence token as text, if a text's ids are those up to its first one and those of the rest: nothing
-    then reaches over it. None if that is not certain."""
+def dividers(bare: Tokenizer) -> dict[str, int]:
+    """The added tokens, and their ids, at which texts can be divided: whatever stands before such a token, it, and
+    whatever stands behind it have the ids that they have alone, since nothing reaches over it."""
     tokens = bare.get_added_tokens_decoder()
-    end = tokens.pop(eos_id, None) if eos_id is not None else None
-    if end is None or bare.post_processor is not None or bare.encode_special_tokens:
-        return None
-    reaches = end.lstrip or end.rstrip or end.normalized or end.single_word
-    if reaches or any(token.single_word or end.content in token.content for token in tokens.values()):
-        return None
-    return end.content
+    if (bare.post_processor is not None or bare.encode_special_tokens
+            or any(token.single_word for token in tokens.values())):
+        return {}
+    spelt = [token.content for token in tokens.values()]
+    together = "\0".join(spelt)
+    ends = {token[i:] for token in spelt for i in range(1, len(token))}
+    return {
+        token.content: token_id for token_id, token in tokens.items()
+        if not (token.lstrip or token.rstrip or token.normalized) and together.count(token.content) == 1
+        and ends.isdisjoint(token.content[:i] for i in range(1, len(token.content)))}
+
+
+def _with_joints(ids: np.ndarray, stops: np.ndarray, joint: Joint) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and stops with the joint's own ids where a token stands for it."""
+    is_joint = ids == joint.stand_in_id
+    ends = np.where(is_joint, len(joint.ids), 1).cumsum()
+    whole = np.repeat(ids, np.where(is_joint, len(joint.ids), 1))
+    for i, token_id in enumerate(reversed(joint.ids)):
+        whole[ends[is_joint] - 1 - i] = token_id
+    return whole, np.append(0, ends)[stops]
 
 
 class TokenBytes:
@@ -234,7 +279,7 @@ def _edges_in_bytes(texts: Sequence[str], edges: Sequence[list[int]]) -> list[in
     start = 0
     for text, its_edges in zip(texts, edges, strict=True):
         if text.isascii():
-            found += [start + min(edge, len(text)) for edge in its_edges]
+            found += [start + edge if edge < len(text) else start + len(text) for edge in its_edges]
         else:
             found += (start + np.cumsum([_num_bytes(text[a:b]) for a, b in pairwise([0, *its_edges])])).tolist()
         start += _num_bytes(text)

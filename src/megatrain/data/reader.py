@@ -4,7 +4,7 @@ It is there for two reasons: Python's part of the work costs about half as much 
 and a chat template, which is anyone's program, can be limited in memory there and killed without harm. It is started as
 a program, not forked, and loads neither torch nor transformers, nor numpy: a short data set waits for its start.
 
-Frames on its standard output: eight bytes of length, then JSON.
+Frames on its standard output: JSON, then the texts of a batch one behind another, each after eight bytes of its length.
 """
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from megatrain.errors import DataError
 BATCH_ROWS = 512
 BATCH_CHARS = 2 << 20           # of text handed to the tokenizer at once
 GARBAGE_AFTER = 50_000          # new objects, a few batches: Python's own 700 cost a tenth of the reading
+Frame = tuple[dict[str, Any], str]
 ROOM = str(Path(__file__).parent)
 # The room is entered without its __init__, which loads what the parent needs, numpy above all: 0.2 s for nothing here.
 PROGRAM = """
@@ -111,15 +112,16 @@ def texts_from_process(request: Request) -> Generator[Batch, None, None]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        _send(process.stdin, asdict(request))
+        _send(process.stdin, (asdict(request), ""))
         while (frame := _receive(process.stdout)) is not None:
-            if "error" in frame:
-                raise DataError(frame["error"])
-            if "failure" in frame:
-                raise RuntimeError(f"the process that reads the data failed:\n{frame['failure']}")
-            if frame.get("end"):
+            fields, texts = frame
+            if "error" in fields:
+                raise DataError(fields["error"])
+            if "failure" in fields:
+                raise RuntimeError(f"the process that reads the data failed:\n{fields['failure']}")
+            if fields.get("end"):
                 return
-            yield _batch_of(frame)
+            yield _batch_of(fields, texts)
         raise _death(process.wait(), request)
     finally:
         process.kill()
@@ -162,8 +164,9 @@ def main() -> None:
     gc.set_threshold(GARBAGE_AFTER)                     # …nor at the rows of a batch, many times over
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)                                       # what anything prints is no frame
-    fields = _receive(sys.stdin.buffer)
-    assert fields is not None, "the parent sends a request first"
+    frame = _receive(sys.stdin.buffer)
+    assert frame is not None, "the parent sends a request first"
+    fields = frame[0]
     template = fields.pop("template")
     request = Request(**fields, template=None if template is None else TemplateSource(**template))
     try:
@@ -173,34 +176,54 @@ def main() -> None:
         os._exit(1)         # the parent is gone: nobody to tell
 
 
-def _frames(request: Request) -> Iterator[dict[str, Any]]:
+def _frames(request: Request) -> Iterator[Frame]:
     try:
         for batch in read_texts(request, _MortalTexts(request)):
-            yield {"format": batch.format, "items": batch.items, "warnings": batch.warnings}
-        yield {"end": True}
+            yield _frame_of(batch)
+        yield {"end": True}, ""
     except DataError as error:
-        yield {"error": str(error)}
+        yield {"error": str(error)}, ""
     except Exception:  # noqa: BLE001 - told to the parent with its traceback, and raised there
-        yield {"failure": traceback.format_exc()}
+        yield {"failure": traceback.format_exc()}, ""
 
 
-def _batch_of(frame: dict[str, Any]) -> Batch:
-    items = [Item(file, line, text if isinstance(text, str) else Text(*text)) for file, line, text in frame["items"]]
-    return Batch(frame["format"], items, tuple(frame["warnings"]))
+def _frame_of(batch: Batch) -> Frame:
+    """Texts stand outside of the JSON, which would go over each of their characters."""
+    texts = [text.text for _, _, text in batch.items if isinstance(text, Text)]
+    items = [(file, line, text if isinstance(text, str) else (text.kind, len(text.text), text.edges))
+             for file, line, text in batch.items]
+    return {"format": batch.format, "items": items, "warnings": batch.warnings}, "".join(texts)
 
 
-def _send(stream: IO[bytes], frame: dict[str, Any]) -> None:
-    data = json.dumps(frame, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    stream.write(len(data).to_bytes(8, "little"))
-    stream.write(data)
+def _batch_of(fields: dict[str, Any], texts: str) -> Batch:
+    items: list[Item] = []
+    at = 0
+    for file, line, text in fields["items"]:
+        if not isinstance(text, str):
+            kind, num_chars, edges = text
+            text = Text(kind, texts[at:at + num_chars], edges)
+            at += num_chars
+        items.append(Item(file, line, text))
+    return Batch(fields["format"], items, tuple(fields["warnings"]))
+
+
+def _send(stream: IO[bytes], frame: Frame) -> None:
+    fields, texts = frame
+    for part in (json.dumps(fields, ensure_ascii=False), texts):
+        data = part.encode("utf-8", "surrogatepass")
+        stream.write(len(data).to_bytes(8, "little"))
+        stream.write(data)
     stream.flush()
 
 
-def _receive(stream: IO[bytes]) -> dict[str, Any] | None:
+def _receive(stream: IO[bytes]) -> Frame | None:
     """The next frame; None where the stream ends."""
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    size = int.from_bytes(head, "little")
-    data = stream.read(size)
-    return json.loads(data.decode("utf-8", "surrogatepass")) if len(data) == size else None
+    parts = []
+    for _ in range(2):
+        head = stream.read(8)
+        size = int.from_bytes(head, "little")
+        data = stream.read(size)
+        if len(head) < 8 or len(data) < size:
+            return None
+        parts.append(data.decode("utf-8", "surrogatepass"))
+    return json.loads(parts[0]), parts[1]
