@@ -33,7 +33,7 @@ from megatrain.models.router import ROUTERS, with_coefficient
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
-from megatrain.planner import MemoryTable, Question, memory_table, question_of, search
+from megatrain.planner import MemoryTable, Question, memory_table, question_of, refuse_endless, search
 from megatrain.planner.plan_file import read_plan
 from megatrain.planner.sizes import layouts_of
 from megatrain.schedule.plan import Plan
@@ -93,6 +93,7 @@ def planned(
             f"set max_length to at most {spec.max_positions}"
         )
     question = question_of(spec, config, machine, rates)
+    refuse_endless(question)
     plan = search(question) if plan_file is None else read_plan(plan_file, spec)
     if described is None and machine.device == "cuda":
         repeat_bits(config.deterministic)  # here: it must precede the process's first product on the GPU

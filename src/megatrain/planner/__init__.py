@@ -8,7 +8,7 @@ Must never:    allocate, run, or import torch.
 """
 
 from megatrain.planner.account import Question, memory_table, question_of
-from megatrain.planner.choose import misfit, plan_run, refuse_misfit
+from megatrain.planner.choose import misfit, plan_run, refuse_endless, refuse_misfit
 from megatrain.planner.family import least_bytes, search
 from megatrain.planner.prediction import Prediction, Workload, predict
 from megatrain.planner.table import MemoryRow, MemoryTable
@@ -25,6 +25,7 @@ __all__ = [
     "plan_run",
     "predict",
     "question_of",
+    "refuse_endless",
     "refuse_misfit",
     "search",
 ]

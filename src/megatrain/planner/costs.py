@@ -144,8 +144,8 @@ class CostModel:
         block = shapes.spec.blocks[index]
         dense = sum(tensor.num_elements for tensor in block.tensors if len(tensor.shape) < 3)
         active = block_parameters(shapes.spec, index)
-        documents = [self.document_tokens] * max(1, tokens // self.document_tokens)
-        attention = attention_flops(shapes.spec, index, documents)
+        num_documents = max(1, tokens // self.document_tokens)
+        attention = num_documents * attention_flops(shapes.spec, index, [self.document_tokens])
         return Work(
             linear_flops=2 * min(dense, active) * tokens,
             expert_flops=2 * max(0, active - dense) * tokens,

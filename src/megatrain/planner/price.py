@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -11,10 +11,10 @@ from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
 from megatrain.planner.costs import VisitCosts, content_bytes
-from megatrain.planner.prediction import Prediction, Workload, predict, step_of
+from megatrain.planner.prediction import MOST_ROUNDS, Prediction, Workload, predict, step_of
 from megatrain.planner.table import figure, gib
 from megatrain.schedule.build import rounds
-from megatrain.schedule.ops import Lane
+from megatrain.schedule.ops import Lane, Op
 from megatrain.schedule.plan import Plan
 
 TB = 1e12
@@ -122,7 +122,7 @@ def price_of(question: Question, plan: Plan) -> Price:
         work_s=_work_s(question.work, plan),
         rates_source=question.work.rates.source,
         step_tokens=config.train_batch_size * config.max_length,
-        model_flops=train_flops(shapes.spec, [config.max_length] * config.train_batch_size),
+        model_flops=config.train_batch_size * train_flops(shapes.spec, [config.max_length]),
         checkpoint_bytes=shapes.checkpoint_bytes,
         checkpoints=kept_checkpoints(question),
         step_written_bytes=step_written_bytes(question.work, plan),
@@ -136,9 +136,19 @@ def _work_s(work: Workload, plan: Plan) -> Mapping[Lane, float]:
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, {})
     work_s = dict.fromkeys(Lane, 0.0)
-    for op in step_of(replace(plan, round_micro_batches=1), num_rounds):
-        work_s[op.lane] += costs.seconds(op)
+    for op, times in _ops_of_step(plan, num_rounds):
+        work_s[op.lane] += times * costs.seconds(op)
     return work_s
+
+
+def _ops_of_step(plan: Plan, num_rounds: int) -> Iterator[tuple[Op, int]]:
+    """Ops, and how often each counts in a step: those of few rounds, and as often as there are more the round by which
+    they differ from one round less."""
+    few = min(num_rounds, MOST_ROUNDS)
+    more = num_rounds - few
+    for count, times in ((few, 1 + more), (few - 1, -more)):
+        if times:
+            yield from ((op, times) for op in step_of(replace(plan, round_micro_batches=1), count))
 
 
 def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
@@ -170,8 +180,8 @@ def step_written_bytes(work: Workload, plan: Plan) -> int:
     """Bytes that one step writes to the disk, from its schedule."""
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     return sum(
-        content_bytes(work.shapes, place, op.segment)
-        for op in step_of(replace(plan, round_micro_batches=1), num_rounds)
+        times * content_bytes(work.shapes, place, op.segment)
+        for op, times in _ops_of_step(plan, num_rounds)
         if op.lane is Lane.DISK
         for place in op.writes
         if place.pool.startswith("disk")
