@@ -5,7 +5,8 @@ again from what stands at its ends, so what is saved is
 - the input of every matrix, once for matrices of one module that read the same (q, k and v; gate and up);
 - the output of every matrix, unless all that becomes of it is to be added to the hidden state;
 - what every norm over D reads but the first, which reads the block's own input;
-- q and k once more where they have norms of their own: before the norm, and as attention reads them;
+- q and k once more where they have norms of their own (before the norm, and as attention reads them), or come with v
+  from one matrix (and are turned by their positions before attention reads them);
 - of attention its lse; its output is the input of a matrix;
 - of chosen experts all inputs and outputs, and the router's probabilities.
 """
@@ -37,8 +38,9 @@ def saved_elements(block: SegmentSpec, attention: AttentionShape, hidden_size: i
     saved = sum(_of_module(name, matrices, hidden_size) for name, matrices in modules.items())
     norms = sum(1 for t in block.tensors if t.shape == (hidden_size,) and _is_norm(t) and t.local.count(".") == 1)
     saved += max(1, norms - 1) * hidden_size
-    for name in {_module(t) for t in block.tensors if _is_norm(t) and t.local.count(".") == 2}:
-        saved += _read_by_attention(modules.get(name, []))
+    normed = {_module(t) for t in block.tensors if _is_norm(t) and t.local.count(".") == 2}
+    for name, matrices in modules.items():
+        saved += _read_by_attention(matrices) if name in normed else _turned(matrices, attention)
     saved += sum(t.shape[0] * expert_share * (t.shape[1] + t.shape[2]) for t in experts)
     return saved + ROUTER_ELEMENTS * max((t.shape[0] for t in experts), default=0)
 
@@ -68,12 +70,22 @@ def expert_share(spec: ModelSpec) -> float:
 
 
 def _of_module(name: str, matrices: Sequence[TensorSpec], hidden_size: int) -> int:
-    """Inputs and outputs; the last matrix of attention or of an MLP writes to the hidden state."""
-    *others, last = matrices
-    inputs = sum({matrix.shape[1] for matrix in others}) + last.shape[1]
+    """Inputs and outputs; the last matrix of attention or of an MLP as wide as the hidden state writes to it."""
+    last = next((matrix for matrix in reversed(matrices) if matrix.shape[0] == hidden_size), matrices[-1])
+    inputs = sum({matrix.shape[1] for matrix in matrices if matrix is not last}) + last.shape[1]
     outputs = sum(matrix.shape[0] for matrix in matrices)
     is_added = last.shape[0] == hidden_size and "." not in name
     return inputs + outputs - (hidden_size if is_added else 0)
+
+
+def _turned(matrices: Sequence[TensorSpec], attention: AttentionShape) -> int:
+    """q and k beside the one matrix that gives them and v, and which stays whole for v's sake."""
+    if len(matrices) != 2:
+        return 0
+    reads_values, gives_all = sorted(matrices, key=lambda matrix: matrix.shape[0])
+    q, all_three = attention.num_heads * attention.head_size, gives_all.shape[0]
+    is_fused = reads_values.shape[1] == attention.kept_elements[0] and q < all_three <= 3 * q
+    return q + (all_three - q) // 2 if is_fused else 0
 
 
 def _read_by_attention(matrices: Sequence[TensorSpec]) -> int:
