@@ -237,8 +237,8 @@ def backward_working_bytes(shapes: Shapes, block: str, is_kept: bool) -> int:
 def head_working_bytes(shapes: Shapes) -> int:
     """Peak of HEAD: a chunk's logits with their softmax and gradient, dW before it is added, dL/dh.
 
-    On a GPU as seen on an H200 (Llama, Qwen2.5; tied, untied) to 0.1 %, less the dW of the chunk before, which was still
-    there then: first the logits and their gradient, then that and dW; five boundaries, and what a chunk reads.
+    On a GPU as seen on an H200 (Llama, Qwen2.5; tied, untied) to 0.1 %, less the dW of the chunk before, which was
+    still there: first the logits and their gradient, then that and dW; five boundaries, and what a chunk reads.
     """
     spec = shapes.spec
     logits = shapes.loss_chunk_tokens * spec.vocab_size * logit_bytes(shapes)
