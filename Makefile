@@ -1,6 +1,7 @@
 # make demo        train a small real model on real conversations, from nothing, in a few minutes
 # make test        lint, types and the tests that need neither a GPU nor minutes
 # make test-full   every test this machine can run, on a GPU the GPU tests too; writes docs/test_full.md
+# make test-gpu    on a GPU: the tests that need one, in a few minutes, one line a part (ONLY=parity,golden: those)
 # make sanitize    the optimizer's tests over a C++ core built with address, undefined-behaviour and thread sanitizers (gcc)
 # make mutants     break the program in every way of a list, one at a time, and see the tests notice
 # make bench       measure the optimizer on this machine (BENCH="step --help": others); results go to bench/results
@@ -22,7 +23,7 @@ comma := ,
 CONSTRAINTS ?= $(wildcard constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-.PHONY: setup demo test test-full sanitize sanitize-address sanitize-thread mutants bench lint clean
+.PHONY: setup demo test test-full test-gpu sanitize sanitize-address sanitize-thread mutants bench lint clean
 
 demo: setup
 	$(BIN)/python demo/run.py
@@ -33,6 +34,9 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m tests.report_full
+
+test-gpu: setup
+	$(BIN)/python -m tests.gpu $(if $(ONLY),--only $(ONLY))
 
 # The core built with other flags, in build/$(1), and a test run that is sure to import it. Reports go to the terminal (-s).
 build_sanitized = $(PIP_INSTALL) --no-deps --upgrade --target build/$(1) -C build-dir=build/$(1)-objects \
