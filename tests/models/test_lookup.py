@@ -54,8 +54,10 @@ def test_the_gradient_has_the_bits_of_the_whole_tables(
         lambda ids, leaf: functional.embedding(ids, leaf) @ leaf.T,
         lambda ids, leaf: functional.embedding(ids, leaf, scale_grad_by_freq=True),
         lambda ids, leaf: leaf[ids],
+        lambda ids, leaf: functional.embedding(ids, leaf) + torch.cat([leaf, leaf])[:4],
+        lambda ids, leaf: functional.embedding(ids, leaf) + leaf.split(4)[0],
     ],
-    ids=["two lookups", "a product beside it", "scaled by frequency", "indexed"],
+    ids=["two lookups", "a product beside it", "scaled by frequency", "indexed", "in a list", "in parts"],
 )
 def test_a_table_with_other_uses_is_left_to_autograd(table_VD: Tensor, use: Callable[[Tensor, Tensor], Tensor]) -> None:
     with Lookups(table_VD.requires_grad_()) as lookups:

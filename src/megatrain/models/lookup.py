@@ -9,7 +9,7 @@ Legend: T tokens of the micro-batch, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,18 @@ class Lookups(TorchFunctionMode):
         """What `func` returns."""
         named = kwargs or {}
         result = func(*args, **named)
-        uses = isinstance(result, Tensor) and result.requires_grad
-        if uses and any(value is self._table_VD for value in (*args, *named.values())):
+        uses = any(isinstance(value, Tensor) and value.requires_grad for value in _parts(result))
+        if uses and any(value is self._table_VD for value in _parts((args, tuple(named.values())))):
             is_plain = func is functional.embedding and len(args) == 2 and not any(map(named.get, EXTRAS))
-            edge = get_gradient_edge(result)
-            self._seen.append(Lookup(args[0], named.get("padding_idx"), edge) if is_plain else None)
+            lookup = Lookup(args[0], named.get("padding_idx"), get_gradient_edge(result)) if is_plain else None
+            self._seen.append(lookup)
         return result
+
+
+def _parts(value: object) -> Iterator[object]:
+    """`value`, or what is in it, where it is a list or tuple of values, of lists …"""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
