@@ -13,7 +13,7 @@ import pytest
 
 from tests.gpu.__main__ import ROOT, Part, listed, play, split
 
-PASSES = "import pytest\n\n@pytest.mark.parametrize('i', range(7))\ndef test_it(i): print('ran', i)\n"
+PASSES = "import pytest\n\n@pytest.mark.parametrize('i', range(7))\ndef test_it(i):\n    print('ran', i)\n"
 
 
 def lines_of(parts: list[Part], tmp_path: Path, capsys: pytest.CaptureFixture[str], limit_s: float = 60.0):
@@ -28,8 +28,8 @@ def write(tmp_path: Path, name: str, text: str) -> str:
 
 
 def test_every_test_runs_in_exactly_one_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    marked = "\n@pytest.mark.gpu\ndef test_of_a_gpu(): raise RuntimeError\n"
-    good, lines = lines_of(split("it", [write(tmp_path, "test_a.py", PASSES + marked)], 3), tmp_path, capsys)
+    marked = "import pytest\n\n@pytest.mark.gpu\ndef test_of_a_gpu(): raise RuntimeError\n\n"
+    good, lines = lines_of(split("it", [write(tmp_path, "test_a.py", marked + PASSES)], 3), tmp_path, capsys)
     assert good
     ran = [
         sorted(map(int, re.findall(r"test_it\[(\d)\] PASSED", (tmp_path / f"it-{i}.log").read_text())))
@@ -47,7 +47,7 @@ def test_what_is_not_well_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
         Part("fails", (write(tmp_path, "test_fails.py", fails),)),
         Part("broken", (write(tmp_path, "test_broken.py", "import no_such_module\n"),)),
         Part("empty", (write(tmp_path, "test_empty.py", "def test_x(): pass\n"),), 1, 2),
-        Part("fine", (write(tmp_path, "test_fine.py", PASSES),)),
+        Part("fine", (write(tmp_path, "test_fine.py", f"{PASSES}    import time; time.sleep(0.4)\n"),)),  # ends last
     ]
     good, lines = lines_of(parts, tmp_path, capsys)
     assert not good
