@@ -28,7 +28,9 @@ def test_there_is_something_to_hold_the_model_against() -> None:
 @pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['run']}-{row.get('resident') or 'ram'}")
 def test_the_busiest_lane_is_the_measured_one_and_about_as_busy(row: Mapping[str, Any]) -> None:
     made = predicted(row)
-    busiest = max(made.lanes_s, key=made.lanes_s.__getitem__)
+    # reads and writes share a drive, each as long as the other lets it: no lane's seconds are its own
+    lanes_s = {lane: s for lane, s in made.lanes_s.items() if not row.get("state_disk") or str(lane) == "compute"}
+    busiest = max(lanes_s, key=lanes_s.__getitem__)
     assert str(busiest) == max(row["lanes"], key=row["lanes"].__getitem__)
     assert made.lanes_s[busiest] == pytest.approx(row["lanes"][str(busiest)], rel=TOLERANCE)
 

@@ -28,7 +28,7 @@ def cgroup_folders(controller: str, proc: Path = PROC) -> list[Path]:
     folders: list[Path] = []
     for line in (proc / "self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        fields, (kind, _, options) = before.split(), after.split()[:3]
+        fields, (kind, _, options) = before.split(), after.split(" ", 2)  # what is mounted may have no name
         version = {"cgroup": "v1", "cgroup2": "v2"}.get(kind)
         if version not in paths or (version == "v1" and controller not in options.split(",")):
             continue

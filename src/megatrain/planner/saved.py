@@ -17,6 +17,9 @@ from collections.abc import Sequence
 
 from megatrain.models.spec import AttentionShape, ModelSpec, SegmentSpec, TensorSpec
 
+# A recurrent layer in plain PyTorch, which transformers falls back to, saves every step of its scan: 2.2 (Qwen3.5), 6.7
+# (Mamba-2) and 10 times (Falcon-Mamba) what its matrices read and give, by the compiler's own partition.
+RECURRENT_SAVED = 10
 ROUTER_ELEMENTS = 4  # an expert: its probability in fp32, and once more on its way to the choice
 
 
@@ -30,6 +33,8 @@ def saved_elements(block: SegmentSpec, attention: AttentionShape, hidden_size: i
     """What a compiled block saves; of one that does something else than to attend once, what its matrices read and
     give."""
     experts = _experts(block)
+    if attention.num_heads == 0:
+        return RECURRENT_SAVED * linear_elements(block, expert_share)
     if not attention.can_be_kept or any(1 in tensor.shape for tensor in experts):  # a convolution
         return linear_elements(block, expert_share)
     modules: dict[str, list[TensorSpec]] = {}
