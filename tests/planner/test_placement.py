@@ -37,7 +37,8 @@ def dense_20b(tokens: int, ram_gib: float) -> Question:
     return replace(asked, machine=replace(asked.machine, ram_available_bytes=int(ram_gib * 2**30)))
 
 
-TRANSFER_S = 10 * (6144 * (2 * 6144 + 2 * 1024 + 3 * 16384) / 1.7e9)  # of one block's state, read or written
+STATE_BYTES = 10 * 6144 * (2 * 6144 + 2 * 1024 + 3 * 16384)  # of one block
+READ_AND_WRITE_S = STATE_BYTES / 1.87e9 + STATE_BYTES / 2.25e9  # by the drive of h200-125gb
 
 
 def test_two_states_of_20b_that_no_memory_holds_are_as_far_apart_as_can_be_and_the_disk_hides_behind_the_gpu() -> None:
@@ -48,7 +49,7 @@ def test_two_states_of_20b_that_no_memory_holds_are_as_far_apart_as_can_be_and_t
     assert (plan.clip_mode, plan.disk_slots, plan.spilled_late) == ("two-pass", 1, (("L000", 0),))
     assert [s.name for s in plan.segments if s.state_on_disk] == ["L000", "L047"]
     made = predict(asked.work, plan)
-    busiest_s = max(made.lanes_s[Lane.COMPUTE], 4 * TRANSFER_S)
+    busiest_s = max(made.lanes_s[Lane.COMPUTE], 2 * READ_AND_WRITE_S)
     assert busiest_s < made.step_s < 1.10 * busiest_s
 
 
@@ -67,7 +68,7 @@ def test_a_dense_model_of_20b_on_one_h200_keeps_its_disk_busy_in_all_of_its_seco
     first_pass_s = next(
         end_s for op, (_, end_s) in zip(made.schedule, made.times_s, strict=True) if op.kind is Kind.CLIP
     )
-    between_s = 2 * (len(on_disk) - 1) * TRANSFER_S
+    between_s = (len(on_disk) - 1) * READ_AND_WRITE_S
     assert first_pass_s + between_s < made.step_s < 1.05 * (first_pass_s + between_s)
 
 
