@@ -45,11 +45,11 @@ def timed(step: Callable[[], object], pace: Pace, first: Callable[[], None]) -> 
 
 def fresh() -> None:
     """Nothing left of what was measured before, no cap, peaks from here."""
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: 67 MB a setting
     empty_cache()
     reset_peak_rss()
     if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: 67 MB a setting
-        torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.reset_peak_memory_stats()
 

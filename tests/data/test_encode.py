@@ -48,6 +48,16 @@ def test_tokens_must_spell_each_text_and_not_only_all_of_them() -> None:
     assert token_bytes.bounds(["ab", "d"], ids, np.array([2, 3])) is None
 
 
+def texts_given(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by every text that the library is given from here on; offsets are not asked for."""
+    calls: list[str] = []
+    whole = Tokenizer.encode_batch_fast
+    monkeypatch.setattr("megatrain.data.encode.Tokenizer.encode_batch_fast",
+                        lambda self, given, **how: (calls.extend(given), whole(self, given, **how))[1])
+    monkeypatch.setattr("megatrain.data.encode._by_offsets", None)      # the ids spell the texts as they are
+    return calls
+
+
 SYSTEM = "<|im_start|>system\nso<|im_end|>"
 ALIKE = [SYSTEM + rest
          for rest in ("\n<|im_start|>user\nhi<|im_end|>", "", " <s>  hi", "<|im_end|>", "né\u0301", "<|im_e")]
@@ -58,11 +68,7 @@ def test_what_texts_begin_with_alike_is_tokenised_once(monkeypatch: pytest.Monke
     tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<wide>", lstrip=True, rstrip=True)])
     encoder = Encoder(tokenizer, max_length=99, truncation="keep_start", assistant_only_loss=True)
     texts = [Text("chat", text, [3, len(text)]) for text in [*ALIKE, "no end"]]
-    calls: list[str] = []
-    whole = Tokenizer.encode_batch_fast
-    monkeypatch.setattr("megatrain.data.encode.Tokenizer.encode_batch_fast",
-                        lambda self, given, **how: (calls.extend(given), whole(self, given, **how))[1])
-    monkeypatch.setattr("megatrain.data.encode._by_offsets", None)      # the ids spell the texts as they are
+    calls = texts_given(monkeypatch)
     together = encoded(encoder, texts)
     assert calls.count(SYSTEM) == 1
     assert sum(map(len, calls)) == sum(len(text.text) for text in texts) - (len(ALIKE) - 1) * len(SYSTEM)
@@ -86,11 +92,7 @@ def test_what_stands_between_turns_is_tokenised_as_one_token_that_no_text_has(
     tokenizer.backend_tokenizer.add_special_tokens(["<extra>"])
     encoder = Encoder(tokenizer, max_length=99, truncation="keep_start", assistant_only_loss=True)
     texts = [Text("chat", text, [3, 15]) for text in [*TURNS, "a word" + spelt, "a<|im_start|>\n<|im_end|>b"]]
-    calls: list[str] = []
-    whole = Tokenizer.encode_batch_fast
-    monkeypatch.setattr("megatrain.data.encode.Tokenizer.encode_batch_fast",
-                        lambda self, given, **how: (calls.extend(given), whole(self, given, **how))[1])
-    monkeypatch.setattr("megatrain.data.encode._by_offsets", None)      # the ids spell the texts as they are
+    calls = texts_given(monkeypatch)
     results = encoded(encoder, texts)
     sent = "".join(calls)
     assert sent.count("<|im_end|>\n<|im_start|>") == (0 if stand_in else 8)
