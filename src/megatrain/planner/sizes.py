@@ -247,7 +247,7 @@ def head_working_bytes(shapes: Shapes) -> int:
     if not shapes.fused_loss:
         return logits + grad + chunk + 3 * one_boundary_bytes(shapes)
     one_logits = shapes.loss_chunk_tokens * spec.vocab_size * shapes.compute_bytes
-    return logits - 2 * one_logits + max(grad, one_logits) + chunk + 5 * one_boundary_bytes(shapes)
+    return logits + max(grad, one_logits) + chunk + 5 * one_boundary_bytes(shapes)
 
 
 def embedding_working_bytes(shapes: Shapes) -> int:
@@ -260,12 +260,12 @@ def embedding_working_bytes(shapes: Shapes) -> int:
 
 
 def logit_bytes(shapes: Shapes) -> int:
-    """Of one logit in all its forms: itself, its copies and their gradients, two at a time; more where the framework's
-    cross-entropy widens it."""
+    """Of one logit: where the loss is fused, with its copies and their gradients, two at a time; else in all its forms,
+    as the framework's cross-entropy widens it."""
     if not shapes.fused_loss:
         return LOGIT_BYTES[shapes.compute_bytes]
     copies = shapes.spec.logit_copies
-    return shapes.compute_bytes * (3 + copies + min(copies, 1))
+    return shapes.compute_bytes * (1 + copies + min(copies, 1))
 
 
 def layouts_of(spec: ModelSpec, config: RunConfig) -> dict[str, Layout]:
