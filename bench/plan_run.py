@@ -15,9 +15,9 @@ from bench.step import HYPER, random_batches, randomise, supervised_of, used_hbm
 from bench.timing import Pace, empty_cache, timed
 from megatrain.cli.assemble import Planned, engine_of, store_of
 from megatrain.engine import Engine
+from megatrain.engine.trace import Trace
 from megatrain.memory import cap_device_memory, peak_rss_bytes
 from megatrain.models.batch import TokenBatch
-from megatrain.planner.sizes import CONTEXT_HBM_BYTES
 from megatrain.schedule.ops import Kind, Op
 
 
@@ -64,6 +64,7 @@ class Run:
     steps_s: tuple[float, ...]
     start_s: float  # from nothing to the end of the first step
     lanes_s: dict[str, float]
+    kinds_s: dict[str, float]  # "lane KIND" -> seconds of the ops of one step
     marks: dict[str, Mark]  # begun, capped, stored, first step, end
     peak_ram_bytes: int
     peak_hbm_bytes: int  # as the driver counts
@@ -75,8 +76,7 @@ class Run:
 def set_up(run: Planned, marks: dict[str, Mark]) -> Iterator[Engine]:
     """The engine as `megatrain train` makes them, with random weights."""
     if run.config.memory.hbm is not None and run.device.type == "cuda":
-        # what an earlier setting had CUDA load stays loaded
-        cap_device_memory(run.config.memory.hbm, max(0, CONTEXT_HBM_BYTES - mark().outside))
+        cap_device_memory(run.config.memory.hbm)
     marks["capped"] = mark()
     Path(run.config.output_dir).mkdir(parents=True, exist_ok=True)
     store = store_of(run)
@@ -114,13 +114,22 @@ def play(run: Planned, pace: Pace) -> Run:
         steps_s = timed(step, pace, first)
         marks["end"] = mark()
         peaks = peak_rss_bytes(), max(m.driver for m in marks.values()), peak_allocated_bytes()
-        measured_lanes = lanes_s
+        seen = lanes_s, kinds_s(engine.trace)
         working = working_bytes(engine, step)
-    return Run(steps_s, start_s, measured_lanes, marks, *peaks, working)
+    return Run(steps_s, start_s, *seen, marks, *peaks, working)
+
+
+def kinds_s(trace: Trace | None) -> dict[str, float]:
+    """ "lane KIND" -> seconds of all such ops."""
+    total: dict[str, float] = {}
+    for op, start_s, end_s in trace.timed() if trace else ():
+        key = f"{op.lane} {op.kind}"
+        total[key] = total.get(key, 0.0) + end_s - start_s
+    return total
 
 
 def peak_allocated_bytes() -> int:
-    """The most that was in use of torch's pool since `fresh`."""
+    """The most that was in use of torch's pool of this process."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 

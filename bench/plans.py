@@ -1,8 +1,8 @@
 """python -m bench plans: plans that the planner alone chose, run, beside what it said of them.
 
 Every setting of bench/plan_settings.py is planned with the rates of this machine (those that `megatrain doctor` keeps,
-else the shipped machine with such a GPU), set up as `megatrain train` would, on random weights and tokens, and timed
-after one warm-up of the whole run. One JSON line a setting is appended to bench/results/<machine>.jsonl: seconds and
+else the shipped machine with such a GPU), set up as `megatrain train` would, on random weights and tokens, in a process
+of its own (what an earlier one left in memory would count as its own), and timed after one warm-up of the whole run. One JSON line a setting is appended to bench/results/<machine>.jsonl: seconds and
 peak bytes, predicted and measured, and what the peaks are made of. A setting that fails is recorded with its reason.
 A line holds all that a prediction is made of (`asked`, resolved config, whole plan, machine, rates): `python -m bench
 planning` predicts it again by today's constants, and lays that beside what was measured. What the constants of the
@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +36,7 @@ from bench.plan_run import Run, batches_of, play
 from bench.plan_settings import PLAIN_KEEP, SETTINGS, Setting
 from bench.results import record
 from bench.step import HYPER, machine_name, supervised_of, used_hbm_bytes
-from bench.timing import Pace, fresh, timed
+from bench.timing import Pace, timed
 from megatrain.cli.assemble import Planned, planned
 from megatrain.hardware.described import Described, read_machine
 from megatrain.planner import sizes
@@ -130,7 +133,8 @@ def line_of(setting: Setting, run: Planned, price: Price, seen: Run) -> dict[str
     return {
         "system": "megatrain", "setting": setting.name, **asked(setting), **told,
         "step_s": step_s, "step_s_min": min(seen.steps_s), "step_s_max": max(seen.steps_s), "steps": len(seen.steps_s),
-        "step_ratio": step_s / price.prediction.step_s, "lanes": seen.lanes_s, "start_s": seen.start_s,
+        "step_ratio": step_s / price.prediction.step_s, "lanes": seen.lanes_s, "kinds_s": seen.kinds_s,
+        "start_s": seen.start_s,
         "peak_hbm_bytes": seen.peak_hbm_bytes, "hbm_ratio": seen.peak_hbm_bytes / hbm if hbm else None,
         "peak_ram_bytes": seen.peak_ram_bytes, "ram_ratio": seen.peak_ram_bytes / ram,
         "within_budget": within(run, seen),
@@ -169,6 +173,31 @@ def shown(line: dict[str, object]) -> str:
     return json.dumps(short)
 
 
+def measure(setting: Setting, system: str, scratch: Path, pace: Pace) -> tuple[str, dict[str, object]]:
+    """(Machine, what is recorded) of one system in one setting; in a process of its own, whose peaks are the run's."""
+    try:
+        run = plan_of(setting, scratch, None)
+        line = own_line(run, setting, pace) if system == "megatrain" else plain_line(run, setting, system, pace)
+    except FAILURES as error:
+        line = failed(setting, system, error)
+    return machine_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")), line
+
+
+def own_line(run: Planned, setting: Setting, pace: Pace) -> dict[str, object]:
+    """The plan that was chosen, run."""
+    price = price_of(run.question, run.plan)
+    if run.table.overall == "NO":
+        return {"system": "megatrain", "setting": setting.name, **asked(setting), **chosen(run, price),
+                "failed": "the planner finds no plan that fits"}  # fmt: skip
+    return line_of(setting, run, price, play(run, pace))
+
+
+def failed(setting: Setting, system: str, error: Exception) -> dict[str, object]:
+    """The line of what could not be measured."""
+    reason = f"{type(error).__name__}: {error}"[:600]
+    return {"system": system, "setting": setting.name, **asked(setting), "failed": reason}
+
+
 class Bench:
     """One run of the benchmark: a clock for the whole, one warm-up, a line a measurement."""
 
@@ -178,6 +207,9 @@ class Bench:
         self.lines: list[dict[str, object]] = []
         self._warm = False
         self._plain: set[tuple[object, ...]] = set()
+        self._machine = "unknown"
+        self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload([__name__])  # libraries are loaded once; CUDA, by every process
 
     def pace(self) -> Pace:
         """The first that runs warms the chip, which is faster in its first seconds."""
@@ -190,41 +222,28 @@ class Bench:
 
     def setting(self, setting: Setting, scratch: Path) -> None:
         """Measure a setting, and the plain steps that it is held against, next to each other."""
-        self._measure(setting, "megatrain", lambda: self._megatrain(setting, scratch))
+        self._measure(setting, "megatrain", scratch)
         for system in setting.against:
             key = (setting.shape, setting.step_tokens, system)
             if key not in self._plain and not self.args.no_plain:
                 self._plain.add(key)
-                self._measure(setting, system, lambda system=system: self._plainly(setting, system, scratch))
+                self._measure(setting, system, scratch)
 
-    def _megatrain(self, setting: Setting, scratch: Path) -> dict[str, object]:
-        run = plan_of(setting, scratch, None)
-        price = price_of(run.question, run.plan)
-        if run.table.overall == "NO":
-            return {"system": "megatrain", "setting": setting.name, **asked(setting), **chosen(run, price),
-                    "failed": "the planner finds no plan that fits"}  # fmt: skip
-        return line_of(setting, run, price, play(run, self.pace()))
-
-    def _plainly(self, setting: Setting, system: str, scratch: Path) -> dict[str, object]:
-        return plain_line(plan_of(setting, scratch, None), setting, system, self.pace())
-
-    def _measure(self, setting: Setting, system: str, work: Callable[[], dict[str, object]]) -> None:
+    def _measure(self, setting: Setting, system: str, scratch: Path) -> None:
         if self.out_of_time():
             print(json.dumps({"setting": setting.name, "system": system, "left out": "time is up"}), flush=True)
             return
         began = time.perf_counter()
-        torch._dynamo.reset()  # what was compiled before counts towards the limit of recompilations
-        fresh()
         try:
-            line = work()
-            self._warm = "failed" not in line
-        except FAILURES as error:
-            reason = f"{type(error).__name__}: {error}"[:600]
-            line = {"system": system, "setting": setting.name, **asked(setting), "failed": reason}
+            with ProcessPoolExecutor(1, mp_context=self._processes) as process:
+                machine, line = process.submit(measure, setting, system, scratch, self.pace()).result()
+            self._warm = self._warm or "failed" not in line
+        except BrokenProcessPool as error:  # killed, for memory as a rule
+            machine, line = self._machine, failed(setting, system, error)
+        self._machine = machine
         line["wall_s"] = time.perf_counter() - began
         self.lines.append(line)
-        on = machine_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        record("plans", line, on=on, folder=self.args.results)
+        record("plans", line, on=machine, folder=self.args.results)
         print(shown(line), flush=True)
 
 
