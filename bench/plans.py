@@ -1,12 +1,13 @@
 """python -m bench plans: plans that the planner alone chose, run, beside what it said of them.
 
 Every setting of bench/plan_settings.py is planned with the rates of this machine (those that `megatrain doctor` keeps,
-else the shipped machine with such a GPU), set up as `megatrain train` would, on random weights and tokens, in a process
-of its own (what an earlier one left in memory would count as its own), and timed after one warm-up of the whole run. One JSON line a setting is appended to bench/results/<machine>.jsonl: seconds and
-peak bytes, predicted and measured, and what the peaks are made of. A setting that fails is recorded with its reason.
-A line holds all that a prediction is made of (`asked`, resolved config, whole plan, machine, rates): `python -m bench
-planning` predicts it again by today's constants, and lays that beside what was measured. What the constants of the
-account (planner/sizes.py) are to be stands there too: outside_pool_bytes, unused_pool_bytes and program_ram_bytes, and
+else the shipped machine with such a GPU), set up as `megatrain train` would, on random weights and tokens, in a
+process of its own (what an earlier one left in memory would count as its own), and timed after one warm-up of the
+whole run. One JSON line a setting is appended to bench/results/<machine>.jsonl: seconds and peak bytes, predicted and
+measured, and what the peaks are made of. A setting that fails is recorded with its reason. A line holds all that a
+prediction is made of (`asked`, resolved config, whole plan, machine, rates): `python -m bench planning` predicts it
+again by today's constants, and lays that beside what was measured. What the constants of the account
+(planner/sizes.py) are to be stands there too: outside_pool_bytes, unused_pool_bytes and program_ram_bytes, and
 working_bytes (kind of op: at its peak, left at its end) beside predicted_working_bytes.
   --plan-only          plan for a described machine (--machine h200-125gb) and run nothing
 """
