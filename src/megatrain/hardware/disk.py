@@ -17,7 +17,7 @@ import numpy as np
 from megatrain.hardware.measured import Disk
 
 PIECE_BYTES = 8 << 20
-IN_FLIGHT = 4
+IN_FLIGHT = 8  # pieces at a time, here and where segments live on disk
 FREE_SHARE = 10  # never more than a tenth of the free space
 RAM_FILESYSTEMS = ("tmpfs", "ramfs")  # nothing to measure
 
@@ -25,8 +25,9 @@ Transfer = Callable[[int, list[mmap.mmap], int], int]
 
 
 def measure_disk(folder: Path, cap_bytes: int, limit_s: float, mountinfo: str) -> Disk:
-    """Writes up to `cap_bytes` into a file of `folder` (or its nearest existing parent), for half of `limit_s`; reads
-    it back for the other half. The file has no name from the start, so nothing can be left behind. OSError: no writing.
+    """Writes up to `cap_bytes` into a file of `folder` (or its nearest existing parent), for a third of `limit_s`;
+    writes them again and reads them back, a third each: a file that grows is written more slowly. It has no name from
+    the start, so nothing can be left behind. OSError: no writing.
     """
     home = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     figures = os.statvfs(home)
@@ -39,14 +40,16 @@ def measure_disk(folder: Path, cap_bytes: int, limit_s: float, mountinfo: str) -
     buffers = [_random_piece() for _ in range(IN_FLIGHT)]
     try:
         direct = _set_direct(fd) and _takes_direct(fd, buffers[0])
+        there = _transfer(fd, os.pwritev, buffers, num_pieces, time.perf_counter() + limit_s / 3)
+        os.fsync(fd)
         started = time.perf_counter()
-        written = _transfer(fd, os.pwritev, buffers, num_pieces, started + limit_s / 2)
+        written = _transfer(fd, os.pwritev, buffers, there // PIECE_BYTES, started + limit_s / 3)
         os.fsync(fd)
         write_s = time.perf_counter() - started
         if not direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         started = time.perf_counter()
-        read = _transfer(fd, os.preadv, buffers, written // PIECE_BYTES, started + limit_s / 2)
+        read = _transfer(fd, os.preadv, buffers, there // PIECE_BYTES, started + limit_s / 3)
         read_s = time.perf_counter() - started
     finally:
         os.close(fd)

@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import DiskError, PlanError
-from megatrain.hardware.disk import RAM_FILESYSTEMS, filesystem
+from megatrain.hardware.disk import IN_FLIGHT, PIECE_BYTES, RAM_FILESYSTEMS, filesystem
 
 BLOCK_BYTES = 4096  # O_DIRECT wants addresses, offsets and lengths in whole blocks
-PIECE_BYTES = 8 << 20
-IN_FLIGHT = 8  # pieces, in each direction
 _FAILING = "the disk or the memory is failing; look at dmesg and at the drive's SMART log, then resume"
 
 
