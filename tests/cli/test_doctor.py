@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatrain.cli import doctor
+from megatrain.cli import doctor, doctor_attention
 from megatrain.cli.main import app
 from megatrain.errors import ConfigError
 from megatrain.hardware.gpu import Smi
@@ -61,10 +62,10 @@ def run(*words: str) -> tuple[int, str, str]:
 def with_gpu(monkeypatch: pytest.MonkeyPatch, device: Device, gpu: Gpu = GPU) -> None:
     monkeypatch.setattr(doctor, "describe_gpu", lambda: gpu)
     monkeypatch.setattr(doctor, "TorchGpu", lambda: device)
-    monkeypatch.setattr(doctor, "attention", lambda *_, **__: None)
-    monkeypatch.setattr(doctor, "sustained_per_s", lambda work, *_: work() or 100.0)
-    monkeypatch.setattr(doctor, "CUDA", torch.device("cpu"))
-    monkeypatch.setattr(doctor, "ATTENTION", (8, 4, 2, 16))
+    monkeypatch.setattr(doctor_attention, "attention", lambda *_, **__: None)
+    monkeypatch.setattr(doctor_attention, "sustained_per_s", lambda work, *_: work() or 100.0)
+    monkeypatch.setattr(doctor_attention, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(doctor_attention, "ATTENTION", (8, 4, 2, 16))
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -78,6 +79,12 @@ def test_this_machine(tmp_path: Path) -> None:
     assert all(("->" in line) == line.startswith(("WARN", "FAIL")) for line in lines)
     assert err.splitlines() == [f"measuring: {name}" for name in ("gpu", "dram", "update", "matmul", "disk", "cache")]
     assert not (tmp_path / "runs").exists()
+
+
+def test_no_model_code_is_loaded_before_a_gpu_is_there() -> None:
+    """transformers and the compiler: 3 s."""
+    code = "import sys\nfrom megatrain.cli import doctor\nsys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_block_names_no_user_and_no_place(tmp_path: Path) -> None:
@@ -183,7 +190,7 @@ def test_a_kernel_that_cannot_be_made_here_fails(
         raise error
 
     with_gpu(monkeypatch, Device())
-    monkeypatch.setattr(doctor, "attention", broken)
+    monkeypatch.setattr(doctor_attention, "attention", broken)
     monkeypatch.setattr(doctor, "TRITON_ERRORS", (NoRoom,))
     code, out, _ = run(str(tmp_path))
     assert code == 1

@@ -25,21 +25,18 @@ from megatrain.hardware.dram import copy_Bps, update_params_per_s
 from megatrain.hardware.gpu import ask_smi, measure_hbm_Bps, measure_link, measure_pin, measure_slowdown
 from megatrain.hardware.host import describe_host, versions
 from megatrain.hardware.measured import Measured, cache_file, load_measured, save_measured, to_json
-from megatrain.hardware.probe import TorchGpu, describe_gpu, sustained_matmul_flops_per_s, sustained_per_s
+from megatrain.hardware.probe import TorchGpu, describe_gpu, sustained_matmul_flops_per_s
 from megatrain.memory.limits import available_ram_bytes, cgroup_limit_bytes, locked_memory_limit_bytes
-from megatrain.models.attention import attention
-from megatrain.models.flops import visible_pairs
 from megatrain.optim import AdamW, scalars, split, update_split
 from megatrain.optim.native import isas
 
 RAM_SHARE = 10  # never more than a tenth of the RAM that is available
 UPDATE_BYTES = 16  # a parameter: hi 2, lo 2, m, v and grad 4 each
-CUDA = torch.device("cuda")
-ATTENTION = (8192, 32, 8, 128)  # tokens, heads, key/value heads, head size: of an 8B model
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Of a kernel that asks for more than a device has, say.
 TRITON_ERRORS: Sequence[type[Exception]] = [import_module("triton.errors").TritonError] if find_spec("triton") else []
 Taken = TypeVar("Taken")
+Rate = Callable[[float], float]  # a limit in seconds -> something a second
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,11 @@ class Taker:
             return None
 
 
-def doctor(folder: Path, *, quick: bool, cached: bool, as_json: bool) -> int:
-    """Measures this machine, or looks up what was measured; exit code 1 if training will not work here."""
+def doctor(folder: Path, attention_rate: Rate, *, quick: bool, cached: bool, as_json: bool) -> int:
+    """Measures this machine, or looks up what was measured; exit code 1 if training will not work here.
+
+    `attention_rate`: operations a second of attention; called where there is a GPU only.
+    """
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; give the folder where runs will be written")
     taker = Taker()
@@ -92,7 +92,7 @@ def doctor(folder: Path, *, quick: bool, cached: bool, as_json: bool) -> int:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         smi = ask_smi(None) if gpu is None else None
         start = Measured(now, host, versions(), tuple(isas()), gpu=gpu, driver_without_torch=smi and smi.name)
-        fresh = measure(start, folder, QUICK if quick else FULL, taker)
+        fresh = measure(start, folder, QUICK if quick else FULL, taker, attention_rate)
         if not quick:
             taker.take("cache", lambda: save_measured(fresh, path))
         measured = replace(fresh, failed=dict(taker.failed))
@@ -107,7 +107,7 @@ def doctor(folder: Path, *, quick: bool, cached: bool, as_json: bool) -> int:
     return int(doctor_checks.worst(found) == "FAIL")
 
 
-def measure(start: Measured, folder: Path, limits: Limits, taker: Taker) -> Measured:
+def measure(start: Measured, folder: Path, limits: Limits, taker: Taker, attention_rate: Rate) -> Measured:
     """`start` with every figure that could be taken."""
     spare_bytes = min(limits.ram_bytes, start.host.ram_available_bytes // RAM_SHARE)
     disk_bytes = min(limits.disk_bytes, start.host.ram_available_bytes // RAM_SHARE)  # may pass the page cache
@@ -123,36 +123,22 @@ def measure(start: Measured, folder: Path, limits: Limits, taker: Taker) -> Meas
         ),
     )
     if start.gpu is not None:
-        measured = taker.take("gpu", lambda: _with_gpu(measured, limits, taker)) or measured
+        measured = taker.take("gpu", lambda: _with_gpu(measured, limits, taker, attention_rate)) or measured
     return replace(measured, failed=dict(taker.failed))
 
 
-def _with_gpu(measured: Measured, limits: Limits, taker: Taker) -> Measured:
+def _with_gpu(measured: Measured, limits: Limits, taker: Taker, attention_rate: Rate) -> Measured:
     cap_bytes = min(limits.pin_bytes, measured.host.ram_available_bytes // RAM_SHARE)
     with TorchGpu() as device:
         pin = taker.take("pin limit", lambda: measure_pin(device, cap_bytes, limits.pin_s))
         link = taker.take("pcie", lambda: measure_link(device))
         hbm_Bps = taker.take("hbm rate", lambda: measure_hbm_Bps(device))
         slowdown = {} if link is None else taker.take("dma slowdown", lambda: measure_slowdown(device, link))
-    attention_flops_per_s = taker.take("attention", lambda: _attention_rate(limits.matmul_s["cuda"]))
+    attention_flops_per_s = taker.take("attention", lambda: attention_rate(limits.matmul_s["cuda"]))
     return replace(
         measured, pin=pin, link=link, hbm_Bps=hbm_Bps, attention_flops_per_s=attention_flops_per_s,
         dma_slowdown=slowdown or {},
     )  # fmt: skip
-
-
-def _attention_rate(limit_s: float) -> float:
-    """Operations a second of the forward of causal attention as training runs it by default."""
-    num_tokens, heads, kv_heads, size = ATTENTION
-    q_1HTD, k_1GTD, v_1GTD = (
-        torch.randn(1, count, num_tokens, size, device=CUDA, dtype=torch.bfloat16)
-        for count in (heads, kv_heads, kv_heads)
-    )
-    one_document = torch.zeros(1, dtype=torch.int32, device=CUDA)
-    per_s = sustained_per_s(
-        lambda: attention(q_1HTD, k_1GTD, v_1GTD, one_document, scale=size**-0.5), CUDA, 32, limit_s
-    )
-    return per_s * 4 * heads * size * visible_pairs(num_tokens, None)
 
 
 def _matmul_rates(start: Measured, limits: Limits) -> dict[str, float]:

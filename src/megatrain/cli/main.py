@@ -120,7 +120,12 @@ def doctor(
     """Measure this machine in less than a minute: what is fine, what is not, and one remedy each."""
     from megatrain.cli.doctor import doctor as verb
 
-    raise typer.Exit(verb(folder, quick=quick, cached=cached, as_json=json))
+    def attention_rate(limit_s: float) -> float:
+        from megatrain.cli.doctor_attention import attention_flops_per_s  # transformers and the compiler: 3 s
+
+        return attention_flops_per_s(limit_s)
+
+    raise typer.Exit(verb(folder, attention_rate, quick=quick, cached=cached, as_json=json))
 
 
 @app.command()
