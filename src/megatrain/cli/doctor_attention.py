@@ -1,4 +1,4 @@
-"""What `megatrain doctor` measures with a model's own code: apart, as loading that takes 3 s, and only a GPU needs it."""
+"""What `megatrain doctor` measures with a model's own code: apart, as that loads for 3 s and only a GPU needs it."""
 
 from __future__ import annotations
 
