@@ -208,7 +208,7 @@ def test_the_floor_counts_no_way_home_of_a_gradient_that_is_used_up_on_the_devic
     plan = _with_residents(_in_passes(_streamed(asked, 1, "recompute"), "two-pass"), 11)
     drained = [block for block in plan.blocks if not block.updates_on_device]
     assert (len(plan.blocks), len(drained)) == (10, 1)
-    assert Floor(asked)(plan) <= predict(asked.work, plan).step_s
+    assert Floor(asked)(plan) <= cost_s(asked, plan)
 
 
 def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:

@@ -25,12 +25,11 @@ from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, memory_table
 from megatrain.planner.floor import BESIDE_SHARE, Floor
-from megatrain.planner.prediction import predict
+from megatrain.planner.prediction import GROUPS, predict
 from megatrain.planner.table import TIERS
 from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Activations, Plan, SegmentPlan, Tier
 
-GROUPS = 18  # of blocks, in the simulations of the search
 WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what five minutes of a GPU do
 HELD_S = 1e-16  # a byte of the device: 100 GB of it outweigh no more than 10 us
 ACT_SLOTS = 2  # one is computed, one travels

@@ -7,9 +7,10 @@ with all lanes idle.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
+from operator import attrgetter
 
 from megatrain.hardware.rates import Rates
 from megatrain.planner.costs import CostModel, VisitCosts
@@ -19,7 +20,9 @@ from megatrain.schedule.ops import Kind, Lane, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.schedule.simulate import Simulation, simulate
 
+GROUPS = 18  # of blocks, in the simulations of the search
 MOST_ROUNDS = 3  # simulated; those between the first and the last are alike
+_PLACEMENT = attrgetter(*(field.name for field in fields(SegmentPlan) if field.name != "name"))
 EDGE_BLOCKS = 3  # at both ends, where a pass fills and drains, blocks are never taken together
 BOUNDS = {
     Lane.COMPUTE: "the device's arithmetic",
@@ -124,7 +127,7 @@ def fold(plan: Plan, most_groups: int) -> tuple[Plan, Mapping[str, Sequence[str]
         return plan, {}
     size = -(-len(middle) // room)
     groups: list[Sequence[SegmentPlan]] = [[block] for block in blocks[:EDGE_BLOCKS]]
-    for _, alike in groupby(middle, key=lambda block: replace(block, name="")):
+    for _, alike in groupby(middle, key=_PLACEMENT):
         run = list(alike)
         groups += [run[start : start + size] for start in range(0, len(run), size)]
     groups += [[block] for block in blocks[len(blocks) - EDGE_BLOCKS :]]
