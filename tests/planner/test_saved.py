@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from bench.presets import PRESETS
 from megatrain.models.layout import layout_of
-from megatrain.models.spec import ModelSpec, TensorSpec
+from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import saved
 from megatrain.planner.sizes import Shapes, backward_working_bytes, embedding_working_bytes, head_working_bytes
@@ -84,7 +84,8 @@ def test_norms_of_q_and_k_and_norms_behind_a_module_save_more() -> None:
     read = d + q + d + f  # by q k v, by o, by gate and up, by down
     given = q + 2 * kv + 2 * f
     normed = 3 * d + (q + kv)  # what three norms over D read; q and k as attention reads them
-    assert elements(spec_of("gemma-3-4b")) == read + given + normed
+    rows = 4 + (8 + 4)  # norms over D; heads of q and of k, 256 wide
+    assert elements(spec_of("gemma-3-4b")) == read + given + normed + rows * saved.NORM_ELEMENTS
 
 
 def test_experts_save_all_that_the_chosen_ones_read_and_give() -> None:
@@ -92,7 +93,9 @@ def test_experts_save_all_that_the_chosen_ones_read_and_give() -> None:
     d, q, kv, e, k, f = 2048, 4096, 512, 128, 8, 768
     attention = d + q + 2 * kv + (q + kv) + q  # read by q k v; given; normed; its output
     experts = k * (d + 2 * f + f + d)
-    assert elements(spec_of("qwen3-30b-a3b")) == pytest.approx(attention + d + (d + e) + experts + 4 * e)
+    rows = 2 + (32 + 4)
+    small = 4 * e + 18 * k + rows * saved.NORM_ELEMENTS
+    assert elements(spec_of("qwen3-30b-a3b")) == pytest.approx(attention + d + (d + e) + experts + small)
 
 
 def test_a_block_that_does_something_else_is_counted_by_its_matrices() -> None:
@@ -102,9 +105,47 @@ def test_a_block_that_does_something_else_is_counted_by_its_matrices() -> None:
     assert linear == 20 * 4096
     twice = replace(attention, num_calls=None)
     assert saved.saved_elements(block, twice, 4096, 0.0) == linear
+    assert saved.saved_elements(block, replace(attention, num_calls=2), 4096, 0.0) == linear + 4096
+
+
+def changed(block: SegmentSpec, **traits: object) -> SegmentSpec:
+    return replace(block, traits=replace(block.traits, **traits))
+
+
+def test_what_the_tensors_do_not_show_is_counted_by_the_traits() -> None:
+    """A Llama block: D 4096, q 4096, k and v 1024."""
+    spec = spec_of("llama-3-8b")
+    block, attention = spec.blocks[0], spec.attention[0]
+
+    def more(**traits: object) -> float:
+        return saved.saved_elements(changed(block, **traits), attention, 4096, 0.0) - elements(spec)
+
+    assert more(clips=True) == (4096 + 2 * 1024) / 2  # a byte each
+    heads = 32 + 8
+    assert more(bare_norms=("self_attn.q_norm", "self_attn.k_norm")) == 4096 + 1024 + heads * saved.NORM_ELEMENTS
+    assert more(bare_norms=("norm",)) == 4096 + saved.NORM_ELEMENTS
+    assert more(corrects_choice=True) == 4096
+
+
+def test_side_by_side_attention_and_mlp_read_the_same() -> None:
+    spec = spec_of("llama-3-8b")
+    block = spec.blocks[0]
+    one = replace(block, tensors=tuple(t for t in block.tensors if "post_attention" not in t.local))
+    fewer = elements(spec) - saved.saved_elements(one, spec.attention[0], 4096, 0.0)
+    assert fewer == 2 * 4096 + saved.NORM_ELEMENTS  # what the second norm reads, and gives
+
+
+def test_a_convolution_is_none_of_the_experts() -> None:
     convolution = TensorSpec("conv", "mixer.conv1d.weight", (64, 1, 4), trainable=True, decay=True)
+    block = spec_of("qwen3-30b-a3b").blocks[0]
     mixed = replace(block, tensors=(*block.tensors, convolution))
-    assert saved.saved_elements(mixed, attention, 4096, 0.0) == saved.linear_elements(mixed, 0.0)
+    assert saved.linear_elements(mixed, 0.5) == saved.linear_elements(block, 0.5)
+
+
+def test_experts_that_all_run_are_counted_whole() -> None:
+    block = spec_of("qwen3-30b-a3b").blocks[0]
+    assert saved.linear_elements(changed(block, runs_all_experts=True), 0.1) == saved.linear_elements(block, 1.0)
+    assert saved.widest_elements(changed(block, runs_all_experts=True), 0.1) == 128 * 2048
 
 
 def test_a_frozen_matrix_has_no_gradient() -> None:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 SegmentKind = Literal["embed", "block", "head"]
+# How state is carried along the tokens: a short convolution; gates of every channel (Griffin); linear attention that
+# forgets at a fixed rate (Lightning); the gated delta rule, its gate for every channel (Kimi); a state space (Mamba).
+Carrier = Literal["convolution", "gates", "linear attention", "delta rule", "delta rule by channel", "state space"]
 NO_LIMIT = 1 << 62  # max_positions of a model that counts no positions
 
 
@@ -29,12 +32,25 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What a block does that its tensors do not show. Paths are module names inside the layer."""
+
+    attends: tuple[str, ...] = ()  # paths of what attends: "self_attn"
+    carries: tuple[tuple[str, Carrier], ...] = ()  # paths of what carries state along the tokens otherwise, and how
+    bare_norms: tuple[str, ...] = ()  # paths of norms without a weight
+    clips: bool = False  # queries, keys and values are clipped
+    corrects_choice: bool = False  # a bias corrects which experts are chosen
+    runs_all_experts: bool = False  # every expert runs for every token, chosen or not
+
+
+@dataclass(frozen=True)
 class SegmentSpec:
     """The unit that is stored and travels. `name` is "EMBED", "L000" … or "HEAD"."""
 
     name: str
     kind: SegmentKind
     tensors: tuple[TensorSpec, ...]
+    traits: Traits = Traits()
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.models.families import Family
 from megatrain.models.meta import meta_model
 from megatrain.models.router import NUM_CHOSEN, NUM_EXPERTS, first_setting
-from megatrain.models.spec import NO_LIMIT, AttentionShape, ModelSpec, SegmentSpec, TensorSpec
-
-_ATTENDS = ("Attention", "MLA")
+from megatrain.models.spec import NO_LIMIT, AttentionShape, ModelSpec, SegmentSpec, TensorSpec, Traits
+from megatrain.models.spec_traits import attentions_of, traits_of
 
 
 def model_spec(config: PreTrainedConfig, *, freeze: Sequence[str] = (), allow_unproven: bool = False) -> ModelSpec:
@@ -47,9 +46,13 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
     _check_freeze(patterns, [t for tensors in segments.values() for t in tensors])
     values = _values(model.config)
     active = _active_by_segment(values, segments)
+    traits = {block_name(index): traits_of(layer, values, family) for index, layer in enumerate(layers)}
     return ModelSpec(
         architecture=family.architecture,
-        segments=tuple(SegmentSpec(name, _kind(name), tuple(tensors)) for name, tensors in segments.items()),
+        segments=tuple(
+            SegmentSpec(name, _kind(name), tuple(tensors), traits.get(name, Traits()))
+            for name, tensors in segments.items()
+        ),
         tied=tied_name is not None,
         hidden_size=_size(values, "hidden_size"),
         vocab_size=_size(values, "vocab_size"),
@@ -199,12 +202,6 @@ def _attention(values: Mapping[str, Any], layers: Sequence[nn.Module], family: F
         calls = None if set(names) & set(family.attends_by_document) else count
         shapes.append(AttentionShape(num_heads * count, key_size, window, value_size, chunk, calls))
     return tuple(shapes)
-
-
-def attentions_of(layer: nn.Module, family: Family) -> list[nn.Module]:
-    """The modules of a layer that attend, at least by their names."""
-    named = [(type(module).__name__, module) for module in layer.modules()]
-    return [module for name, module in named if name.endswith(_ATTENDS) and name not in family.by_document]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
