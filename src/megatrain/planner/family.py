@@ -11,11 +11,10 @@ are long.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import groupby, product
+from functools import cache, lru_cache, partial
+from itertools import groupby, pairwise, product
 from operator import itemgetter
 from typing import Literal
 
@@ -26,6 +25,7 @@ from megatrain.planner import sizes
 from megatrain.planner.account import Question, memory_table
 from megatrain.planner.floor import BESIDE_SHARE, Floor
 from megatrain.planner.prediction import GROUPS, predict
+from megatrain.planner.room import Room, border, room_bytes
 from megatrain.planner.table import TIERS
 from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Activations, Plan, SegmentPlan, Tier
@@ -42,6 +42,7 @@ SMALL_STEP = 1.05
 
 ClipMode = Literal["deferred", "two-pass"]
 Change = tuple[tuple[str, str], ...]
+_segment = lru_cache(maxsize=1 << 12)(SegmentPlan)  # equal ones are one object: looked up again and again, by identity
 Filling = list[tuple[int, Change]]  # (index of a segment, what changes), in the order in which they get the memory
 RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
 RESIDENT_AT_ONCE: Change = (("state", "hbm"), ("weights", "own"))  # in two passes the gradient is used up at once
@@ -174,9 +175,9 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
     for segment in question.shapes.spec.segments:
         trainable = any(tensor.trainable for tensor in segment.tensors)
         if segment.kind == "block":
-            segments.append(SegmentPlan(segment.name, "block", trainable, activations=activations))
+            segments.append(_segment(segment.name, "block", trainable, activations=activations))
         else:
-            segments.append(SegmentPlan(segment.name, segment.kind, trainable, weights="own", grads="own"))
+            segments.append(_segment(segment.name, segment.kind, trainable, weights="own", grads="own"))
     return Plan(
         segments=tuple(segments),
         tied=question.shapes.spec.tied,
@@ -212,10 +213,10 @@ def _aside(question: Question, plan: Plan) -> Plan | None:
     """`plan`, with as few inputs of blocks waiting in RAM, from the front on, as let the device hold the rest; None if
     all of them are too few."""
 
-    def holds(changed: Plan) -> bool:
-        return memory_table(question, changed).verdict(question.machine_tier) == "FITS"
+    def room(changed: Plan) -> Room:
+        return room_bytes(question, changed, (question.machine_tier,))
 
-    if holds(plan):
+    if min(room(plan)) >= 0:
         return plan
     if "offload" not in _inputs(question) or plan.offloaded:
         return None
@@ -223,9 +224,10 @@ def _aside(question: Question, plan: Plan) -> Plan | None:
     def aside(count: int) -> Plan:
         return replace(_changed(plan, range(1, count + 1), INPUT_ASIDE), act_slots=ACT_SLOTS)
 
-    counts = range(ACT_SLOTS + 1, len(plan.blocks) + 1)  # the slots of fewer would take more than they give
-    found = bisect_left(counts, True, key=lambda count: holds(aside(count)))
-    return aside(counts[found]) if found < len(counts) else None
+    most, least = len(plan.blocks), ACT_SLOTS  # the slots of so few take what they give
+    if most <= least or min(room(aside(most))) < 0:
+        return None
+    return aside(border(lambda count: room(aside(count)), most, least))
 
 
 def _with_slots(question: Question, plan: Plan) -> Plan:
@@ -284,13 +286,15 @@ def _spilled(question: Question, plan: Plan, disk_slots: int) -> Plan | None:
             changed = _changed(changed, [index for index, wanted in order[:count] if wanted is change], change)
         return replace(changed, disk_slots=disk_slots)
 
-    def holds(count: int) -> bool:
-        return memory_table(question, spilled(count)).verdict("ram") == "FITS"
+    @cache
+    def room(count: int) -> Room:
+        return room_bytes(question, spilled(count), ("ram",))
 
-    if not holds(len(order)):
-        return None
-    most = bisect_left(range(1, len(order)), True, key=holds) + 1
-    return spilled(most)
+    num_states = sum(change is STATE_ON_DISK for _, change in order)
+    for fails, fits in pairwise((0, len(blocks), num_states, len(order))):  # between them all take about as much
+        if fits > fails and min(room(fits)) >= 0:
+            return spilled(border(room, fits, fails))
+    return None
 
 
 def _round_sizes(question: Question) -> list[int]:
@@ -362,14 +366,14 @@ def _filled(question: Question, plan: Plan, attention: Filling, everything: Fill
 
 def _most(question: Question, plan: Plan, filling: Filling) -> Plan:
     """`plan`, which fits, with as many of the changes as fit."""
-    least, most = 0, len(filling)
-    while least < most:
-        middle = (least + most + 1) // 2
-        if _fits(question, _changed_by(plan, filling[:middle])):
-            least = middle
-        else:
-            most = middle - 1
-    return _changed_by(plan, filling[:least])
+
+    @cache
+    def room(count: int) -> Room:
+        return room_bytes(question, _changed_by(plan, filling[:count]), TIERS)
+
+    if min(room(len(filling))) >= 0:
+        return _changed_by(plan, filling)
+    return _changed_by(plan, filling[: border(room, 0, len(filling))])
 
 
 def _changed_by(plan: Plan, filling: Filling) -> Plan:

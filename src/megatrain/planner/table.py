@@ -53,12 +53,16 @@ class MemoryTable:
         """Bytes planned in `tier`."""
         return self._totals[tier]
 
+    def room_bytes(self, tier: Tier) -> float:
+        """What is left of `tier` beside what should be to spare; below 0: more than a run may be planned with."""
+        budget = self.budgets[tier]
+        return budget - spare_bytes(tier, budget) - self.total_bytes(tier)
+
     def verdict(self, tier: Tier) -> Verdict:
         """Whether `tier` holds its rows. TIGHT: it does, with less to spare than a run may be planned with."""
-        total, budget = self.total_bytes(tier), self.budgets[tier]
-        if total > budget:
+        if self.total_bytes(tier) > self.budgets[tier]:
             return "NO"
-        return "TIGHT" if total > budget - spare_bytes(tier, budget) else "FITS"
+        return "TIGHT" if self.room_bytes(tier) < 0 else "FITS"
 
     @property
     def overall(self) -> Verdict:

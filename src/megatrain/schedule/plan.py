@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from megatrain.errors import PlanError
@@ -78,7 +79,7 @@ class Plan:
     clip_mode: Literal["deferred", "two-pass"] = "deferred"  # two-pass: gradients have no home; see docs/schedule.md
     grad_landing_slots: int = 0  # two-pass: slots in RAM for gradients on their way to the host's updates
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[SegmentPlan, ...]:
         return self.segments[1:-1]
 
@@ -97,7 +98,7 @@ class Plan:
         """Backward passes of a step."""
         return 1 if self.clip_mode == "deferred" else 2
 
-    @property
+    @cached_property
     def offloaded(self) -> tuple[int, ...]:
         """Blocks (from 0) whose inputs pass through the shared slots, in order."""
         return tuple(i for i, block in enumerate(self.blocks) if block.activations == "offload")
@@ -130,7 +131,7 @@ class Plan:
         """Whether HEAD sums a gradient of the embedding, to be merged with EMBED's own."""
         return self.tied and self.embedding_trainable and self.segments[0].trainable
 
-    @property
+    @cached_property
     def lowest_trainable(self) -> int:
         """Index in `segments` of the first trainable one (len(segments) if none): backward stops there."""
         for index, segment in enumerate(self.segments):
