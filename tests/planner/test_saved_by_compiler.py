@@ -22,7 +22,7 @@ from tests.reference import compute_weight
 
 CPU = torch.device("cpu")
 TOKENS = 64
-UNDER, OVER = 1.02, 1.25  # as much may be saved of what is counted, and counted of what is saved
+UNDER, OVER = 1.025, 1.25  # as much may be saved of what is counted, and counted of what is saved
 QUICK = ("llama", "gemma3", "gpt_neox", "phi3", "nanochat", "cohere2", "mimo_v2_flash", "bitnet")
 # One of each way to carry state, with heads and chunks as published; the hidden state is narrower.
 _MAMBA = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256}

@@ -30,7 +30,7 @@ CARRIED: Mapping[Carrier, tuple[float, float]] = {
 STATE_SAVED = 8  # of every element of a state that each channel has for itself (Mamba; Mamba 2 shares it by heads)
 ROUTER_ELEMENTS = 4  # an expert: its probability in fp32, and once more on its way to the choice
 CHOICE_ELEMENTS = 18  # a chosen expert: its weight in fp32, and four int64 that say which tokens went where
-NORM_ELEMENTS = 4  # a row of a norm: mean and deviation in fp32; 2 where it has no mean
+NORM_ELEMENTS = 2  # a row of a norm: 1 / its root mean square in fp32; of the few with a mean in fp32, half of it
 
 
 def linear_elements(block: SegmentSpec, expert_share: float) -> float:
