@@ -121,7 +121,7 @@ def _of_modules(block: SegmentSpec, tensors: Sequence[TensorSpec], hidden_size: 
     norms += sum(1 for path in block.traits.bare_norms if "." not in path)
     if norms == 1:
         saved -= hidden_size * (len(read) - 1)
-    shared = [name for name in modules if "." in name]
+    shared = [name for name, (*_, last) in modules.items() if "." in name and last.shape[0] == hidden_size]
     if block.traits.corrects_choice or (shared and not is_gated):  # its router reads in fp32, or may
         saved += hidden_size * (2 if shared else 1)
     inner = sum(1 for t in tensors if t.shape == (hidden_size,) and _is_norm(t) and t.local.startswith("mlp."))
