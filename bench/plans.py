@@ -209,8 +209,7 @@ class Bench:
         self._warm = False
         self._plain: set[tuple[object, ...]] = set()
         self._machine = "unknown"
-        self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload([__name__])  # libraries are loaded once; CUDA, by every process
+        self._processes = multiprocessing.get_context("spawn")  # a fork would not count the libraries' pages as its own
 
     def pace(self) -> Pace:
         """The first that runs warms the chip, which is faster in its first seconds."""

@@ -92,7 +92,7 @@ def framework_bytes(question: Question, plan: Plan) -> dict[str, int]:
         return {}
     return {
         "rotary tables of a round": plan.round_micro_batches * question.shapes.call_bytes,
-        "unused pieces of the working memory": question.shapes.unused_pool_bytes,
+        "unused pieces of the working memory": sizes.unused_pool_bytes(question.shapes, plan),
         "CUDA libraries": sizes.CONTEXT_HBM_BYTES,
     }
 

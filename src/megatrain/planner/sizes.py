@@ -22,16 +22,19 @@ from megatrain.schedule.plan import Plan, SegmentPlan
 
 MIB = 1 << 20
 PROGRAM_RAM_BYTES = {"cpu": 550 * MIB, "cuda": 2000 * MIB}  # Python, torch, transformers, tokenizer (430; 1800 seen)
-# CUDA context (527 MiB on an H200), loaded kernels (up to 263 more), workspaces of matrix products (70)
-CONTEXT_HBM_BYTES = 880 * MIB
+# CUDA context (527 MiB on an H200), loaded kernels (up to 263 more), workspaces of matrix products (64)
+CONTEXT_HBM_BYTES = 860 * MIB
 SAVE_BUFFER_BYTES = 96 * MIB  # pieces of a checkpoint on their way to the disk
 SLACK_DISK_BYTES = 16 * MIB  # of a model folder or checkpoint beside its tensors: headers, tokenizer, block rounding
 # Saved by an eager block ÷ what linear layers take and give. Seen: 1.11 (Llama fp32), 1.23 (Llama bf16), 1.61 (Qwen3).
 EAGER_SAVED = 1.6
 LAST_FLOWS = 8  # boundaries, where a compiled backward ends: gradients of q, k, v, their input, the hidden state
-# What the pool has no use for: of the largest tensor that comes and goes, at least so much. Seen on an H200: 0.26 to
-# 1.15 of it, and 400 MB where blocks keep what they compute.
-UNUSED_SHARE, LEAST_UNUSED_BYTES = 1.2, 400 * MIB
+TAIL_FLOWS = 14  # boundaries, where the last norm is differentiated, which no compiler sees
+# What the pool has no use for: of the largest tensor that comes and goes, at least so much. Seen on an H200, of eleven
+# plans each in a process of its own: 0.59 to 0.81 of it where blocks keep what they compute, else 65 to 111 MB, or 0.2
+# of it; where experts are chosen 1.45.
+UNUSED_SHARE = {"kept": 0.9, "experts": 1.5, "recomputed": 0.25}
+LEAST_UNUSED_BYTES = 128 * MIB
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms on a CPU, by compute_bytes (fp32: 9.7 seen)
 
 
@@ -97,14 +100,12 @@ class Shapes:
         return max(backward_working_bytes(self, block.name, is_kept=False) for block in self.spec.blocks)
 
     @cached_property
-    def unused_pool_bytes(self) -> int:
-        """What the framework's pool holds of the device and has no use for: about once the largest tensor that comes
-        and goes, whose place was given away in pieces when it came back."""
+    def transient_bytes(self) -> int:
+        """The largest tensor that comes and goes."""
         weight = max(t.num_elements for block in self.spec.blocks for t in block.tensors)
         logits = self.loss_chunk_tokens * self.spec.vocab_size
         largest = max(embedding_of(self.spec).num_elements, logits, weight) * self.compute_bytes
-        widest = max(widest for widest, _ in self.widest_bytes.values())
-        return max(LEAST_UNUSED_BYTES, int(UNUSED_SHARE * max(largest, widest)))
+        return max(largest, *(widest for widest, _ in self.widest_bytes.values()))
 
     @cached_property
     def call_bytes(self) -> int:
@@ -238,16 +239,26 @@ def head_working_bytes(shapes: Shapes) -> int:
     """Peak of HEAD: a chunk's logits with their softmax and gradient, dW before it is added, dL/dh.
 
     On a GPU as seen on an H200 (Llama, Qwen2.5; tied, untied) to 0.1 %, less the dW of the chunk before, which was
-    still there: first the logits and their gradient, then that and dW; five boundaries, and what a chunk reads.
+    still there: first the logits and their gradient, then that and dW; five boundaries, and what a chunk reads. Where
+    the vocabulary is small, the norm before it takes more (14.0 boundaries seen of three Llamas with 32K).
     """
     spec = shapes.spec
     logits = shapes.loss_chunk_tokens * spec.vocab_size * logit_bytes(shapes)
     grad = spec.vocab_size * spec.hidden_size * shapes.compute_bytes
     chunk = shapes.loss_chunk_tokens * spec.hidden_size * shapes.compute_bytes
+    tail = TAIL_FLOWS * one_boundary_bytes(shapes)
     if not shapes.fused_loss:
-        return logits + grad + chunk + 3 * one_boundary_bytes(shapes)
+        return max(logits + grad + chunk + 3 * one_boundary_bytes(shapes), tail)
     one_logits = shapes.loss_chunk_tokens * spec.vocab_size * shapes.compute_bytes
-    return logits + max(grad, one_logits) + chunk + 5 * one_boundary_bytes(shapes)
+    return max(logits + max(grad, one_logits) + chunk + 5 * one_boundary_bytes(shapes), tail)
+
+
+def unused_pool_bytes(shapes: Shapes, plan: Plan) -> int:
+    """What the framework's pool holds of the device and has no use for: places that were given away in pieces when
+    the tensor they were made for came back."""
+    keeps = any(block.activations == "keep" for block in plan.blocks)
+    how = "experts" if shapes.expert_share else "kept" if keeps else "recomputed"
+    return max(LEAST_UNUSED_BYTES, int(UNUSED_SHARE[how] * shapes.transient_bytes))
 
 
 def embedding_working_bytes(shapes: Shapes) -> int:
