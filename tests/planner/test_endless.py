@@ -68,5 +68,5 @@ def test_the_work_of_many_rounds_is_that_of_all_their_ops(machine: Machine, rows
         to_disk = [place for place in op.writes if op.lane is Lane.DISK and place.pool.startswith("disk")]
         written += sum(content_bytes(question.work.shapes, place, op.segment) for place in to_disk)
     price = price_of(question, plan)
-    assert {lane: s for lane, s in price.work_s.items() if s} == pytest.approx(seconds, rel=1e-12)
+    assert {lane: s for lane, s in price.prediction.work_s.items() if s} == pytest.approx(seconds, rel=1e-12)
     assert (price.step_written_bytes, price.step_written_bytes > 0) == (written, machine is not GPU)

@@ -69,7 +69,8 @@ def test_a_host_that_has_nothing_to_do_in_the_first_of_two_passes_has_its_clock_
     question: Question, plan: Plan
 ) -> None:
     """Its first op is CLIP: streams are half a step ahead."""
-    two_pass = replace(streamed(plan), clip_mode="two-pass", grad_landing_slots=2)
+    whole = replace(streamed(plan), round_micro_batches=question.num_micro_batches)
+    two_pass = replace(whole, clip_mode="two-pass", grad_landing_slots=2)
     spans = spans_at(question, two_pass, {})
     assert next(span.start_s for span in spans if span.kind == "CLIP") == 0.0
     schedule, times_s = matched(two_pass, spans)

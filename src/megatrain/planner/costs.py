@@ -28,7 +28,7 @@ UPDATE_BYTES = 28  # a parameter: reads w lo m v grad, writes w lo m v
 EXTRA_UPDATE_BYTES = {"ema": 12}  # a parameter, in a pass of its own: reads w lo ema, writes ema
 ADD_BYTES = 12  # a parameter: its gradient in the compute dtype written and read, its fp32 sum read and written
 LOOKUP_BYTES = 12  # a value: its row read, the hidden state written, and once more where it is scaled
-ADD_ROWS_BYTES = 20  # a value: its gradient read, sorted by row, summed, widened, added to its sum
+ADD_ROWS_BYTES = 140  # a value: its gradient read, sorted by row, summed, widened, added to its sum (130 to 160 seen)
 LOGIT_TRAFFIC_BYTES = {True: 12, False: 8}  # of one logit, with and without its gradient
 UNKNOWN_DISK_Bps = 1e9  # of a disk that could not be measured
 CLIP_S = 2e-3  # of gathering the norms and deciding
@@ -207,21 +207,25 @@ class VisitCosts:
     model: CostModel
     micro_batches: float
     members: Mapping[str, Sequence[str]]
-    _known: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Cost] = field(default_factory=dict)
 
-    def seconds(self, op: Op) -> float:
-        """Of an op that has every resource to itself."""
+    def cost(self, op: Op) -> Cost:
+        """Seconds of an op that has every resource to itself, and what it takes of those it shares meanwhile."""
         key = (op.segment, op.micro_batch is None, *_alike(op))
         known = self._known.get(key)
         if known is None:
             count = 1.0 if op.micro_batch is None else self.micro_batches
-            names = self.members.get(op.segment, (op.segment,))
-            known = self._known[key] = count * sum(self.model.cost_of(op, name).seconds for name in names)
+            costs = [self.model.cost_of(op, name) for name in self.members.get(op.segment, (op.segment,))]
+            known = self._known[key] = Cost(count * sum(cost.seconds for cost in costs), costs[0].uses)
         return known
+
+    def seconds(self, op: Op) -> float:
+        """Of an op that has every resource to itself."""
+        return self.cost(op).seconds
 
     def uses(self, op: Op) -> tuple[Use, ...]:
         """What it takes of shared resources while it runs at full speed."""
-        return self.model.cost_of(op, self.members.get(op.segment, (op.segment,))[0]).uses
+        return self.cost(op).uses
 
     def sharing(self) -> Sharing:
         """What ops share on this machine."""

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
-from itertools import groupby, pairwise, product
-from operator import itemgetter
+from functools import partial
+from itertools import pairwise, product
 from typing import Literal
 
 from megatrain.errors import PlanError
 from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
-from megatrain.planner import sizes
+from megatrain.planner import changes, sizes
 from megatrain.planner.account import Question, memory_table
+from megatrain.planner.changes import Filling, changed, changed_at, steps_of
 from megatrain.planner.floor import BESIDE_SHARE, Floor
 from megatrain.planner.prediction import GROUPS, predict
 from megatrain.planner.room import Room, border, room_bytes
@@ -41,18 +41,6 @@ STEP = 1.2  # between two sizes of the family, beyond the first few: what it can
 SMALL_STEP = 1.05
 
 ClipMode = Literal["deferred", "two-pass"]
-Change = tuple[tuple[str, str], ...]
-_segment = lru_cache(maxsize=1 << 12)(SegmentPlan)  # equal ones are one object: looked up again and again, by identity
-Filling = list[tuple[int, Change]]  # (index of a segment, what changes), in the order in which they get the memory
-RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
-RESIDENT_AT_ONCE: Change = (("state", "hbm"), ("weights", "own"))  # in two passes the gradient is used up at once
-KEPT: Change = (("activations", "keep"),)
-ATTENTION_KEPT: Change = (("activations", "keep_attention"),)
-INPUT_ASIDE: Change = (("activations", "offload"),)
-STATE_ON_DISK: Change = (("state", "disk"),)
-WEIGHTS_ON_DISK: Change = (("weights_home", "disk"),)
-OWN_WEIGHTS: Change = (("weights", "own"), ("grads", "own"))
-OWN_WEIGHTS_AT_ONCE: Change = (("weights", "own"),)
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ def cost_s(question: Question, plan: Plan) -> float:
     """What the search makes small: seconds of a step, and as seconds its wear of the disk, what other lanes do, and,
     to choose between plans that are as fast, the memory it takes."""
     made = predict(question.work, plan, GROUPS)
-    beside_s = sum(seconds for lane, seconds in made.lanes_s.items() if lane is not Lane.COMPUTE)
+    beside_s = sum(seconds for lane, seconds in made.work_s.items() if lane is not Lane.COMPUTE)
     taken_bytes = memory_table(question, plan).total_bytes(question.machine_tier)
     return made.step_s + BESIDE_SHARE * beside_s + HELD_S * taken_bytes + _wear_s(question, plan)
 
@@ -104,8 +92,9 @@ def _to_read(question: Question) -> Plan:
     for round_micro_batches in _round_sizes(question):
         streamed = _streamed(question, round_micro_batches, "recompute")
         order = range(len(streamed.segments)) if question.machine.device == "cuda" else ()
-        if _fits(question, streamed):
-            return _most(question, streamed, [(index, RESIDENT) for index in order])
+        has = room_bytes(question, streamed, TIERS)
+        if min(has) >= 0:
+            return _most(question, streamed, has, [(index, changes.RESIDENT) for index in order])[0]
     return smallest(question)
 
 
@@ -174,10 +163,8 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
     segments = []
     for segment in question.shapes.spec.segments:
         trainable = any(tensor.trainable for tensor in segment.tensors)
-        if segment.kind == "block":
-            segments.append(_segment(segment.name, "block", trainable, activations=activations))
-        else:
-            segments.append(_segment(segment.name, segment.kind, trainable, weights="own", grads="own"))
+        change = (("activations", activations),) if segment.kind == "block" else changes.OWN_WEIGHTS
+        segments.append(changed(SegmentPlan(segment.name, segment.kind, trainable), change))
     return Plan(
         segments=tuple(segments),
         tied=question.shapes.spec.tied,
@@ -216,18 +203,20 @@ def _aside(question: Question, plan: Plan) -> Plan | None:
     def room(changed: Plan) -> Room:
         return room_bytes(question, changed, (question.machine_tier,))
 
-    if min(room(plan)) >= 0:
+    lacks = room(plan)
+    if min(lacks) >= 0:
         return plan
     if "offload" not in _inputs(question) or plan.offloaded:
         return None
 
     def aside(count: int) -> Plan:
-        return replace(_changed(plan, range(1, count + 1), INPUT_ASIDE), act_slots=ACT_SLOTS)
+        return replace(changed_at(plan, range(1, count + 1), changes.INPUT_ASIDE), act_slots=ACT_SLOTS)
 
     most, least = len(plan.blocks), ACT_SLOTS  # the slots of so few take what they give
-    if most <= least or min(room(aside(most))) < 0:
+    has = room(aside(most))
+    if most <= least or min(has) < 0:
         return None
-    return aside(border(lambda count: room(aside(count)), most, least))
+    return aside(border(lambda count: room(aside(count)), most, has, least, lacks))
 
 
 def _with_slots(question: Question, plan: Plan) -> Plan:
@@ -244,8 +233,8 @@ def _with_residents(plan: Plan, count: int, head_first: bool = True) -> Plan:
     last = len(plan.segments) - 1
     ends, num_blocks = [0, last][:count], max(0, count - 2)
     if plan.clip_mode == "two-pass":
-        return _changed(plan, ends + spread(range(1, last), num_blocks), RESIDENT_AT_ONCE)
-    return _changed(plan, [*ends, *range(1, num_blocks + 1)] if head_first else range(count), RESIDENT)
+        return changed_at(plan, ends + spread(range(1, last), num_blocks), changes.RESIDENT_AT_ONCE)
+    return changed_at(plan, [*ends, *range(1, num_blocks + 1)] if head_first else range(count), changes.RESIDENT)
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:
@@ -264,8 +253,11 @@ def _with_disk(question: Question, plan: Plan) -> Iterator[Plan]:
     if memory_table(question, plan).verdict("ram") == "FITS":
         yield plan
         return
-    found = [_spilled(question, plan, slots) for slots in DISK_SLOTS]
-    yield from dict.fromkeys(spilled or plan for spilled in found)
+    for slots in DISK_SLOTS:
+        spilled = _spilled(question, plan, slots)
+        yield spilled or plan
+        if spilled is None:
+            return  # more of them need more
 
 
 def _spilled(question: Question, plan: Plan, disk_slots: int) -> Plan | None:
@@ -274,26 +266,31 @@ def _spilled(question: Question, plan: Plan, disk_slots: int) -> Plan | None:
     pass from the last to the first; then weights, which a step reads twice."""
     indices = [index for index in reversed(range(len(plan.segments))) if plan.segments[index].state != "hbm"]
     indices.sort(key=lambda index: plan.segments[index].kind != "block")
-    order = [(index, STATE_ON_DISK) for index in indices if plan.segments[index].trainable]
-    order += [(index, WEIGHTS_ON_DISK) for index in indices]
-    blocks = [index for index, change in order if change is STATE_ON_DISK and plan.segments[index].kind == "block"]
+    order = [(index, changes.STATE_ON_DISK) for index in indices if plan.segments[index].trainable]
+    order += [(index, changes.WEIGHTS_ON_DISK) for index in indices]
+    blocks = [
+        index for index, change in order if change is changes.STATE_ON_DISK and plan.segments[index].kind == "block"
+    ]
+
+    plan = replace(plan, disk_slots=disk_slots)
+    in_order = steps_of(plan, order)
 
     def spilled(count: int) -> Plan:
         if plan.clip_mode == "two-pass" and count < len(blocks):
-            return replace(_changed(plan, end_to_end(blocks, count), STATE_ON_DISK), disk_slots=disk_slots)
-        changed = plan
-        for change in (STATE_ON_DISK, WEIGHTS_ON_DISK):
-            changed = _changed(changed, [index for index, wanted in order[:count] if wanted is change], change)
-        return replace(changed, disk_slots=disk_slots)
+            return changed_at(plan, end_to_end(blocks, count), changes.STATE_ON_DISK)
+        return in_order(count)
 
-    @cache
     def room(count: int) -> Room:
         return room_bytes(question, spilled(count), ("ram",))
 
-    num_states = sum(change is STATE_ON_DISK for _, change in order)
+    num_states = sum(change is changes.STATE_ON_DISK for _, change in order)
+    lacks = room(0)
     for fails, fits in pairwise((0, len(blocks), num_states, len(order))):  # between them all take about as much
-        if fits > fails and min(room(fits)) >= 0:
-            return spilled(border(room, fits, fails))
+        if fits > fails:
+            has = room(fits)
+            if min(has) >= 0:
+                return spilled(border(room, fits, has, fails, lacks))
+            lacks = has
     return None
 
 
@@ -337,7 +334,7 @@ def _fillings(question: Question) -> tuple[Filling, Filling]:
     }
     worth = [i for i in rates if rates[i] > saved_s(names[i], "kept") / shapes.saved_bytes[names[i]]]
     worth.sort(key=lambda index: -rates[index])
-    return [(index, ATTENTION_KEPT) for index in worth], [(index, KEPT) for index in blocks]
+    return [(index, changes.ATTENTION_KEPT) for index in worth], [(index, changes.KEPT) for index in blocks]
 
 
 def _saved_s(question: Question, block: str, pool: str) -> float:
@@ -350,50 +347,33 @@ def _saved_s(question: Question, block: str, pool: str) -> float:
 
 def _filled(question: Question, plan: Plan, attention: Filling, everything: Filling) -> Iterator[Plan]:
     """`plan` with what is left of HBM used up, in every way of the family; nothing if it does not fit itself."""
-    if not _fits(question, plan):
+    has = room_bytes(question, plan, TIERS)
+    if min(has) < 0:
         return
     streaming = [index for index in range(len(plan.segments) - 2, 0, -1) if plan.segments[index].weights == "pool"]
-    stays = OWN_WEIGHTS if plan.clip_mode == "deferred" else OWN_WEIGHTS_AT_ONCE
+    stays = changes.OWN_WEIGHTS if plan.clip_mode == "deferred" else changes.OWN_WEIGHTS_AT_ONCE
     own = [(index, stays) for index in streaming] if question.machine.device == "cuda" else []
-    attending = _most(question, plan, attention)
-    if attending == _changed_by(plan, attention):  # there may be room for more
-        yield _most(question, attending, everything)
-        yield _most(question, attending, own)
-    else:
+    attending, left = _most(question, plan, has, attention)
+    if left is None:
         yield attending
-    yield _most(question, plan, own)
+    else:  # there may be room for more
+        yield _most(question, attending, left, everything)[0]
+        yield _most(question, attending, left, own)[0]
+    if attending is not plan or left is None:
+        yield _most(question, plan, has, own)[0]
 
 
-def _most(question: Question, plan: Plan, filling: Filling) -> Plan:
-    """`plan`, which fits, with as many of the changes as fit."""
+def _most(question: Question, plan: Plan, has: Room, filling: Filling) -> tuple[Plan, Room | None]:
+    """`plan`, which fits and then `has` so much room, with as many of the changes as fit, and what is left behind all
+    of them; None: not all fit."""
+    if not filling:
+        return plan, has
+    filled = steps_of(plan, filling)
 
-    @cache
     def room(count: int) -> Room:
-        return room_bytes(question, _changed_by(plan, filling[:count]), TIERS)
+        return room_bytes(question, filled(count), TIERS)
 
-    if min(room(len(filling))) >= 0:
-        return _changed_by(plan, filling)
-    return _changed_by(plan, filling[: border(room, 0, len(filling))])
-
-
-def _changed_by(plan: Plan, filling: Filling) -> Plan:
-    for change, part in groupby(filling, key=itemgetter(1)):
-        plan = _changed(plan, [index for index, _ in part], change)
-    return plan
-
-
-def _changed(plan: Plan, indices: range | list[int], change: Change) -> Plan:
-    segments = list(plan.segments)
-    for index in indices:
-        segments[index] = _with(segments[index], change)
-    return replace(plan, segments=tuple(segments))
-
-
-@lru_cache(maxsize=1 << 14)  # a search makes the same few segments some ten thousand times
-def _with(segment: SegmentPlan, change: Change) -> SegmentPlan:
-    return replace(segment, **dict(change))  # type: ignore[arg-type]
-
-
-def _fits(question: Question, plan: Plan) -> bool:
-    """Whether every tier holds the plan with something to spare: the search must not make a run tight."""
-    return memory_table(question, plan).overall == "FITS"
+    lacks = room(len(filling))
+    if min(lacks) >= 0:
+        return filled(len(filling)), lacks
+    return filled(border(room, 0, has, len(filling), lacks)), None

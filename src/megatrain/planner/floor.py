@@ -6,11 +6,13 @@ It is of the plan as the search simulates it, blocks taken together: a slot hold
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatrain.planner import sizes
 from megatrain.planner.account import Question
-from megatrain.planner.prediction import GROUPS, fold
+from megatrain.planner.prediction import GROUPS, edges
 from megatrain.schedule.build import rounds
 from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -63,10 +65,10 @@ class Floor:
         self._known: dict[int, tuple[SegmentPlan, _Part]] = {}
 
     def __call__(self, plan: Plan) -> float:
-        folded, members = fold(plan, GROUPS)
-        lowest = plan.lowest_trainable
-        part_of = {s.name: self._part(s, index >= lowest) for index, s in enumerate(plan.segments)}
-        parts = [_sum([part_of[name] for name in members.get(s.name, (s.name,))]) for s in folded.segments]
+        groups, lowest = list(pairwise(edges(plan, GROUPS))), plan.lowest_trainable
+        each = [self._part(segment, index >= lowest) for index, segment in enumerate(plan.segments)]
+        parts = [_sum(each[start:stop]) for start, stop in groups]
+        folded = replace(plan, segments=tuple(plan.segments[start] for start, _ in groups))
         num_rounds = len(rounds(self._work.num_micro_batches, plan.round_micro_batches))
         passes = self._passes(folded, parts, num_rounds)
         if plan.clip_mode == "two-pass":

@@ -5,9 +5,10 @@ The search asks for the memory of ten thousand plans that are made of the same f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import add
+from operator import mul
 from typing import NamedTuple
 
 from megatrain.planner import sizes
@@ -39,15 +40,20 @@ class Entries:
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
-        self._known: dict[int, tuple[SegmentPlan, Entry]] = {}
+        self.different: list[Entry] = []  # few: blocks alike that are placed alike have equal ones
+        self._known: dict[int, int] = {}
+        self._held: list[SegmentPlan] = []
 
-    def of(self, segments: Sequence[SegmentPlan]) -> list[Entry]:
-        """One entry a segment."""
-        ids = list(map(id, segments))
-        for segment, number in zip(segments, ids, strict=True):
-            if number not in self._known:
-                self._known[number] = segment, _worked_out(self.shapes, segment)
-        return [self._known[number][1] for number in ids]
+    def of(self, segments: Sequence[SegmentPlan]) -> list[int]:
+        """Which of the entries that differ each segment has."""
+        for segment in segments:
+            if id(segment) not in self._known:
+                entry = _worked_out(self.shapes, segment)
+                if entry not in self.different:
+                    self.different.append(entry)
+                self._known[id(segment)] = self.different.index(entry)
+                self._held.append(segment)
+        return list(map(self._known.__getitem__, map(id, segments)))
 
 
 def _worked_out(shapes: Shapes, segment: SegmentPlan) -> Entry:
@@ -75,16 +81,20 @@ class Ledger:
 
     def __init__(self, entries: Entries, plan: Plan) -> None:
         self._shapes, self._plan = entries.shapes, plan
-        self._columns = dict(zip(Entry._fields, zip(*entries.of(plan.segments), strict=True), strict=True))
+        numbers = entries.of(plan.segments)
+        counts = Counter(numbers)
+        self._each = [entries.different[number] for number in numbers]
+        self._counts = list(counts.values())
+        rows = zip(*(entries.different[number] for number in counts), strict=True)
+        self._columns = dict(zip(Entry._fields, rows, strict=True))
 
     def total_bytes(self, part: str) -> int:
         """Of a field of `Entry`, over all segments."""
-        return sum(self._columns[part])
+        return sum(map(mul, self._columns[part], self._counts))
 
     def ends_bytes(self) -> int:
         """Homes and own slots of EMBED and HEAD."""
-        own = self._columns["own"]
-        return own[0] + own[-1]
+        return self._each[0].own + self._each[-1].own
 
     def pool_bytes(self) -> tuple[int, int]:
         """(Shared weight slots, shared gradient slots); a slot is as large as the largest block that visits it."""
@@ -118,8 +128,9 @@ class Ledger:
 
     def gradient_homes_bytes(self) -> int:
         """Gradients that wait in RAM; in two passes they have no home, but slots on the way to the updates."""
-        drained = self._columns["drained_gradient"]
-        return self._plan.grad_landing_slots * max(drained) if self._plan.clip_mode == "two-pass" else sum(drained)
+        if self._plan.clip_mode == "deferred":
+            return self.total_bytes("drained_gradient")
+        return self._plan.grad_landing_slots * max(self._columns["drained_gradient"])
 
     def landing_bytes(self) -> int:
         """Landing slots in RAM of what lives on disk."""
@@ -134,8 +145,8 @@ class Ledger:
         shapes, all_kept = self._shapes, self.kept_bytes()
         peak = max(self._columns["backward"])
         if all_kept:
-            there = accumulate(self._of_round(kept) for kept in self._columns["kept"])
-            peak = max(map(add, there, self._columns["backward"]))
+            there = accumulate(self._of_round(entry.kept) for entry in self._each)
+            peak = max(kept + entry.backward for kept, entry in zip(there, self._each, strict=True))
         if self._plan.clip_mode == "two-pass":
             peak = max(peak, shapes.block_working_bytes)
         return {

@@ -7,22 +7,20 @@ with all lanes idle.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
-from operator import attrgetter
+from itertools import groupby, pairwise
 
 from megatrain.hardware.rates import Rates
 from megatrain.planner.costs import CostModel, VisitCosts
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.build import build, rounds
 from megatrain.schedule.ops import Kind, Lane, Schedule
-from megatrain.schedule.plan import Plan, SegmentPlan
-from megatrain.schedule.simulate import Simulation, simulate
+from megatrain.schedule.plan import Plan
+from megatrain.schedule.simulate import simulate
 
 GROUPS = 18  # of blocks, in the simulations of the search
 MOST_ROUNDS = 3  # simulated; those between the first and the last are alike
-_PLACEMENT = attrgetter(*(field.name for field in fields(SegmentPlan) if field.name != "name"))
 EDGE_BLOCKS = 3  # at both ends, where a pass fills and drains, blocks are never taken together
 BOUNDS = {
     Lane.COMPUTE: "the device's arithmetic",
@@ -52,12 +50,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """`lanes_s`: seconds of work of each lane. `critical_s`: of each (lane, kind) on the path that sets the step's
-    length. `schedule` and `times_s` are of the program that was simulated: at most three rounds, an op standing
-    for all micro-batches of its visit."""
+    """`lanes_s`: seconds in which each lane is busy; `work_s`: if its ops had their resources to themselves.
+    `critical_s`: of each (lane, kind) on the path that sets the step's length. `schedule` and `times_s` are of the
+    program that was simulated: at most three rounds, an op standing for all micro-batches of its visit."""
 
     step_s: float
     lanes_s: Mapping[Lane, float]
+    work_s: Mapping[Lane, float]
     critical_s: Mapping[tuple[Lane, Kind], float]
     schedule: Schedule
     times_s: tuple[tuple[float, float], ...]  # (start, end) of each op
@@ -87,14 +86,15 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     folded, members = (plan, {}) if most_groups is None else fold(plan, most_groups)
     costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, members)
-    lanes_s = dict.fromkeys(Lane, 0.0)
+    lanes_s, work_s = dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)
     critical_s: dict[tuple[Lane, Kind], float] = {}
     more = max(0, num_rounds - MOST_ROUNDS)  # rounds like the one between the last two turns
     ops = step_of(replace(folded, round_micro_batches=1), min(num_rounds, MOST_ROUNDS))
     made = simulate(ops, costs.seconds, costs.sharing())
-    since_s, until_s = _turns_s(ops, made)[-2:] if more else (0.0, 0.0)
+    since_s, until_s = (made.finish_s[turn] for turn in _turns(ops)[-2:]) if more else (0.0, 0.0)
     critical = set(made.critical_path)
-    for index, op in enumerate(ops):
+    for index, (op, times) in enumerate(zip(ops, times_in_step(ops, num_rounds), strict=True)):
+        work_s[op.lane] += times * made.alone_s[index]
         start_s, finish_s = made.start_s[index], made.finish_s[index]
         seconds = finish_s - start_s + more * max(0.0, min(finish_s, until_s) - max(start_s, since_s))
         lanes_s[op.lane] += seconds
@@ -102,7 +102,7 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
             critical_s[op.lane, op.kind] = critical_s.get((op.lane, op.kind), 0.0) + seconds
     step_s = work.rates.step_s + made.makespan_s + more * (until_s - since_s)
     times_s = tuple(zip(made.start_s, made.finish_s, strict=True))
-    return Prediction(step_s, lanes_s, critical_s, ops, times_s)
+    return Prediction(step_s, lanes_s, work_s, critical_s, ops, times_s)
 
 
 @lru_cache(maxsize=64)  # plans that differ in what a group of blocks stands for have one schedule
@@ -112,26 +112,36 @@ def step_of(plan: Plan, num_micro_batches: int) -> Schedule:
     return build(plan, "eval" if read_only else "train", num_micro_batches, pending_update=not read_only)
 
 
-def _turns_s(schedule: Schedule, simulation: Simulation) -> list[float]:
-    """When each round came to the turn of its pass: from one to the next, a whole round goes by."""
-    heads = zip(schedule, simulation.finish_s, strict=True)
-    return [finish_s for op, finish_s in heads if op.kind in (Kind.HEAD, Kind.LOSS)]
+def times_in_step(schedule: Schedule, num_rounds: int) -> list[int]:
+    """How often each op of a schedule of at most MOST_ROUNDS counts in a step of `num_rounds`: those of the round
+    between the last two turns also stand for the rounds that are left out."""
+    more = max(0, num_rounds - MOST_ROUNDS)
+    since, until = _turns(schedule)[-2:] if more else (0, 0)
+    return [1 + more if since < index <= until else 1 for index in range(len(schedule))]
+
+
+def _turns(schedule: Schedule) -> list[int]:
+    """Where each round comes to the turn of its pass: from one to the next, a whole round goes by."""
+    return [index for index, op in enumerate(schedule) if op.kind in (Kind.HEAD, Kind.LOSS)]
 
 
 def fold(plan: Plan, most_groups: int) -> tuple[Plan, Mapping[str, Sequence[str]]]:
     """A plan of fewer blocks, and which blocks of `plan` each of them stands for."""
-    blocks = plan.blocks
-    middle = blocks[EDGE_BLOCKS : len(blocks) - EDGE_BLOCKS]
-    room = most_groups - 2 * EDGE_BLOCKS
-    if len(middle) <= room:
-        return plan, {}
-    size = -(-len(middle) // room)
-    groups: list[Sequence[SegmentPlan]] = [[block] for block in blocks[:EDGE_BLOCKS]]
-    for _, alike in groupby(middle, key=_PLACEMENT):
-        run = list(alike)
-        groups += [run[start : start + size] for start in range(0, len(run), size)]
-    groups += [[block] for block in blocks[len(blocks) - EDGE_BLOCKS :]]
+    groups = [plan.blocks[start - 1 : stop - 1] for start, stop in pairwise(edges(plan, most_groups)[1:-1])]
     names = [f"L{number:03d}" for number in range(len(groups))]
     folded = [replace(group[0], name=name) for name, group in zip(names, groups, strict=True)]
     members = {name: [block.name for block in group] for name, group in zip(names, groups, strict=True)}
     return replace(plan, segments=(plan.segments[0], *folded, plan.segments[-1])), members
+
+
+def edges(plan: Plan, most_groups: int) -> list[int]:
+    """Where groups of segments that are taken together begin, and where the last one ends."""
+    room, last = most_groups - 2 * EDGE_BLOCKS, len(plan.segments)
+    start, stop = EDGE_BLOCKS + 1, last - EDGE_BLOCKS - 1
+    if stop - start <= room:
+        return [*range(last + 1)]
+    size, found = -(-(stop - start) // room), [*range(start)]
+    for _, alike in groupby(range(start, stop), key=lambda index: plan.segments[index].placement):
+        run = list(alike)
+        found += run[::size]
+    return [*found, *range(stop, last + 1)]

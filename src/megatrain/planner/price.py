@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -10,11 +9,11 @@ from megatrain.errors import PlanError
 from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
-from megatrain.planner.costs import VisitCosts, content_bytes
-from megatrain.planner.prediction import MOST_ROUNDS, Prediction, Workload, predict, step_of
+from megatrain.planner.costs import content_bytes
+from megatrain.planner.prediction import MOST_ROUNDS, Prediction, Workload, predict, step_of, times_in_step
 from megatrain.planner.table import figure, gib
 from megatrain.schedule.build import rounds
-from megatrain.schedule.ops import Lane, Op
+from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan
 
 TB = 1e12
@@ -26,7 +25,6 @@ class Price:
     """`step_tokens`: of a full step. `num_steps`, and what follows from it, is None if only the data can say it."""
 
     prediction: Prediction
-    work_s: Mapping[Lane, float]  # of each lane, if its ops had their resources to themselves
     rates_source: str
     step_tokens: int
     model_flops: int  # of a step
@@ -60,7 +58,7 @@ class Price:
             else "checkpoint: none (save_strategy: no); the model is written at the end",
             f"step: {step_s:.3f} s, {speed}, simulated (rates: {self.rates_source})",
         ]
-        for lane, work_s in self.work_s.items():
+        for lane, work_s in self.prediction.work_s.items():
             if work_s:
                 busy_s = self.prediction.lanes_s[lane]
                 text.append(f"  {lane:<10}{work_s:>10.3f} s of work, busy {busy_s:.3f} s ({busy_s / step_s:.0%})")
@@ -93,7 +91,7 @@ class Price:
         critical = {f"{lane} {kind}": seconds for (lane, kind), seconds in self.prediction.critical_s.items()}
         return {
             "step_s": self.prediction.step_s,
-            "work_s": {str(lane): seconds for lane, seconds in self.work_s.items()},
+            "work_s": {str(lane): seconds for lane, seconds in self.prediction.work_s.items()},
             "lanes_s": {str(lane): seconds for lane, seconds in self.prediction.lanes_s.items()},
             "bound": self.prediction.bound,
             "bound_share": self.prediction.bound_share,
@@ -119,7 +117,6 @@ def price_of(question: Question, plan: Plan) -> Price:
     steps = config.max_steps
     return Price(
         prediction=predict(question.work, plan),
-        work_s=_work_s(question.work, plan),
         rates_source=question.work.rates.source,
         step_tokens=config.train_batch_size * config.max_length,
         model_flops=config.train_batch_size * train_flops(shapes.spec, [config.max_length]),
@@ -130,25 +127,6 @@ def price_of(question: Question, plan: Plan) -> Price:
         run_written_bytes=None if steps is None else run_written_bytes(question, plan, steps),
         disk_tbw_bytes=config.memory.disk_tbw,
     )
-
-
-def _work_s(work: Workload, plan: Plan) -> Mapping[Lane, float]:
-    num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
-    costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, {})
-    work_s = dict.fromkeys(Lane, 0.0)
-    for op, times in _ops_of_step(plan, num_rounds):
-        work_s[op.lane] += times * costs.seconds(op)
-    return work_s
-
-
-def _ops_of_step(plan: Plan, num_rounds: int) -> Iterator[tuple[Op, int]]:
-    """Ops, and how often each counts in a step: those of few rounds, and as often as there are more the round by which
-    they differ from one round less."""
-    few = min(num_rounds, MOST_ROUNDS)
-    more = num_rounds - few
-    for count, times in ((few, 1 + more), (few - 1, -more)):
-        if times:
-            yield from ((op, times) for op in step_of(replace(plan, round_micro_batches=1), count))
 
 
 def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
@@ -179,9 +157,10 @@ def refuse_wear(question: Question, plan: Plan, num_steps: int) -> None:
 def step_written_bytes(work: Workload, plan: Plan) -> int:
     """Bytes that one step writes to the disk, from its schedule."""
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
+    ops = step_of(replace(plan, round_micro_batches=1), min(num_rounds, MOST_ROUNDS))
     return sum(
         times * content_bytes(work.shapes, place, op.segment)
-        for op, times in _ops_of_step(plan, num_rounds)
+        for op, times in zip(ops, times_in_step(ops, num_rounds), strict=True)
         if op.lane is Lane.DISK
         for place in op.writes
         if place.pool.startswith("disk")

@@ -16,13 +16,14 @@ def room_bytes(question: Question, plan: Plan, tiers: Sequence[Tier]) -> Room:
     return [table.room_bytes(tier) for tier in tiers]
 
 
-def border(room: Callable[[int], Room], fits: int, fails: int) -> int:
-    """The last count on the way from `fits` to `fails` where no room is below 0.
+def border(room: Callable[[int], Room], fits: int, has: Room, fails: int, lacks: Room) -> int:
+    """The last count on the way from `fits`, where the room is `has`, to `fails`, where it is `lacks`, where no room
+    is below 0.
 
     One more takes about as much as any other, so the rooms at both ends tell where that is: four tables, where halving
     takes seven. Where one end has moved twice in a row, changes differ, and the way is halved.
     """
-    has, lacks, way = room(fits), room(fails), 1 if fails > fits else -1
+    way = 1 if fails > fits else -1
     in_a_row = 0  # how often the end that fits moved, or, below 0, the other one
     while (between := abs(fails - fits)) > 1:
         share = min(more / (more - less) for more, less in zip(has, lacks, strict=True) if less < 0)

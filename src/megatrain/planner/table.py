@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatrain.config_values import format_size
 from megatrain.schedule.plan import Tier
@@ -24,8 +24,7 @@ def spare_bytes(tier: Tier, budget_bytes: int) -> float:
     return max(LARGE_HBM_SPARE_SHARE * budget_bytes, min(share, HBM_SPARE_BYTES)) if tier == "hbm" else share
 
 
-@dataclass(frozen=True)
-class MemoryRow:
+class MemoryRow(NamedTuple):
     """`num_bytes` of `component` at the peak, in one tier."""
 
     component: str

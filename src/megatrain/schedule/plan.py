@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -41,6 +41,21 @@ class SegmentPlan:
     activations: Activations = "recompute"
     update: Literal["home", "device"] = "home"
     weights_home: Literal["ram", "disk"] = "ram"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, *self.placement))
+
+    def __hash__(self) -> int:  # kept: the planner looks up the same few segments a million times
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:  # without the hash, which is of this process alone
+        return SegmentPlan, (self.name, *self.placement)
+
+    @cached_property
+    def placement(self) -> tuple[object, ...]:
+        """All but the name: what blocks that are placed alike have in common."""
+        return tuple(getattr(self, field.name) for field in fields(self) if field.name != "name")
 
     @property
     def streams_state(self) -> bool:
@@ -101,14 +116,15 @@ class Plan:
     @cached_property
     def offloaded(self) -> tuple[int, ...]:
         """Blocks (from 0) whose inputs pass through the shared slots, in order."""
-        return tuple(i for i, block in enumerate(self.blocks) if block.activations == "offload")
+        return tuple([i for i, block in enumerate(self.blocks) if block.activations == "offload"])
 
     @property
     def waiting_in_ram(self) -> tuple[int, ...]:
         """Blocks whose inputs go to RAM and back: not those that no backward visits, nor the last ones of the others,
         which are still in their slots when the pass turns. A second pass comes back to all that share a slot."""
-        lowest = self.lowest_trainable
-        visited = [i for i in self.offloaded if i + 1 >= lowest]
+        visited = [i for i in self.offloaded if i + 1 >= self.lowest_trainable]
+        if not visited:
+            return ()
         if self.clip_mode == "deferred":
             return tuple(visited[: max(0, len(visited) - self.act_slots)])
         alone = range(max(0, len(visited) - self.act_slots), min(len(visited), self.act_slots))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from megatrain.schedule.ops import Lane, Op, Schedule
@@ -31,8 +32,10 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Simulation:
-    """When each op ran. `critical_path`: indices of ops that ran back to back and end with the last one to finish."""
+    """When each op ran, and how long it takes alone. `critical_path`: indices of ops that ran back to back and end with
+    the last one to finish."""
 
+    alone_s: tuple[float, ...]
     start_s: tuple[float, ...]
     finish_s: tuple[float, ...]
     busy_s: Mapping[Lane, float]
@@ -44,11 +47,22 @@ class DeadlockError(Exception):
     """No lane can go on; the message says what each one waits for."""
 
 
-@dataclass
+@dataclass(slots=True)
+class _Line:
+    """A lane: ops to come, whether one is in progress, the last one that ended, and what the next one waits for."""
+
+    queue: deque[int]
+    is_busy: bool = False
+    last: int | None = None
+    missing: str | None = None  # the token that it was last found waiting for
+
+
+@dataclass(slots=True)
 class _Running:
     """An op in progress: what was left of it when its speed last changed."""
 
     index: int
+    line: _Line
     left_s: float  # at full speed
     since_s: float
     uses: Sequence[Use]
@@ -59,9 +73,7 @@ class _Running:
         self.finish_s = self.since_s + self.left_s
 
     def set_speed(self, speed: float, now_s: float) -> None:
-        """Go on at another speed; an op whose speed stays the same keeps its exact finish."""
-        if speed == self.speed:
-            return
+        """Go on at another speed."""
         self.left_s -= (now_s - self.since_s) * self.speed
         self.since_s, self.speed = now_s, speed
         self.finish_s = now_s + self.left_s / speed
@@ -81,85 +93,70 @@ class _Run:
 
     def __init__(self, schedule: Schedule, seconds: Callable[[Op], float], sharing: Sharing | None) -> None:
         self.schedule = schedule
-        self.seconds = seconds
         self.sharing = sharing
-        self.queues: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
+        self.alone_s = [seconds(op) for op in schedule]
+        self.lines = {lane: _Line(deque()) for lane in Lane}
         for index, op in enumerate(schedule):
-            self.queues[op.lane].append(index)
+            self.lines[op.lane].queue.append(index)
         self.start_s, self.finish_s = [0.0] * len(schedule), [0.0] * len(schedule)
         self.binding: list[int | None] = [None] * len(schedule)  # the op whose end let this one start
-        self.last: dict[Lane, int] = {}
         self.recorded: dict[str, int] = {}
-        self.missing: dict[Lane, str] = {}
-        self.running: dict[Lane, _Running] = {}
+        self.running: list[_Running] = []
+        self.speeds: dict[tuple[Sequence[Use], ...], list[float]] = {}  # of ops that ran at one time, by their uses
         self.now_s = 0.0
 
     def result(self) -> Simulation:
         """Run to the end."""
-        while True:
-            self._start_what_can()
-            if not self.running:
-                break
-            self._share()
+        while self._starts_what_can():
+            if self.sharing:
+                self._share(self.sharing)
             self._finish_next()
-        if any(self.queues.values()):
-            raise DeadlockError(_stuck(self.schedule, self.queues, self.recorded))
+        if any(line.queue for line in self.lines.values()):
+            raise DeadlockError(self._stuck())
         busy_s = dict.fromkeys(Lane, 0.0)
         for op, start_s, finish_s in zip(self.schedule, self.start_s, self.finish_s, strict=True):
             busy_s[op.lane] += finish_s - start_s
-        return Simulation(tuple(self.start_s), tuple(self.finish_s), busy_s, self.now_s, self._critical_path())
+        start_s, finish_s = tuple(self.start_s), tuple(self.finish_s)
+        return Simulation(tuple(self.alone_s), start_s, finish_s, busy_s, self.now_s, self._critical_path())
 
-    def _start_what_can(self) -> None:
-        for lane, queue in self.queues.items():
-            if not queue or lane in self.running or self._waits(lane):
+    def _starts_what_can(self) -> bool:
+        """Whether anything runs now."""
+        for line in self.lines.values():
+            if line.is_busy or not line.queue or (line.missing is not None and line.missing not in self.recorded):
                 continue
-            index = queue.popleft()
+            index = line.queue[0]
             op = self.schedule[index]
-            causes = [self.recorded[token] for token in op.waits] + ([self.last[lane]] if lane in self.last else [])
+            line.missing = next((token for token in op.waits if token not in self.recorded), None)
+            if line.missing is not None:
+                continue
+            line.queue.popleft()
+            line.is_busy = True
+            causes = [self.recorded[token] for token in op.waits] + ([] if line.last is None else [line.last])
             self.binding[index] = max(causes, key=self.finish_s.__getitem__, default=None)
             self.start_s[index] = self.now_s
             uses = self.sharing.uses(op) if self.sharing else ()
-            self.running[lane] = _Running(index, self.seconds(op), self.now_s, uses)
-
-    def _waits(self, lane: Lane) -> bool:
-        """Whether the next op of a lane waits; the token that it was last found waiting for is looked at first."""
-        if lane in self.missing and self.missing[lane] not in self.recorded:
-            return True
-        for token in self.schedule[self.queues[lane][0]].waits:
-            if token not in self.recorded:
-                self.missing[lane] = token
-                return True
-        return False
+            self.running.append(_Running(index, line, self.alone_s[index], self.now_s, uses))
+        return bool(self.running)
 
     def _finish_next(self) -> None:
-        self.now_s = min(running.finish_s for running in self.running.values())
-        for lane, running in list(self.running.items()):
-            if running.finish_s <= self.now_s:
-                del self.running[lane]
-                self.finish_s[running.index] = self.now_s
-                self.last[lane] = running.index
+        self.now_s = now_s = min([running.finish_s for running in self.running])
+        for running in self.running:
+            if running.finish_s <= now_s:
+                running.line.is_busy, running.line.last = False, running.index
+                self.finish_s[running.index] = now_s
                 token = self.schedule[running.index].records
                 if token is not None:
                     self.recorded[token] = running.index
+        self.running = [running for running in self.running if running.finish_s > now_s]
 
-    def _share(self) -> None:
-        """The speed of every op in progress, from what is asked of each resource now."""
-        if self.sharing is None:
-            return
-        asked: dict[tuple[str, bool], float] = {}
-        for running in self.running.values():
-            for use in running.uses:
-                key = use.resource, use.yields
-                asked[key] = asked.get(key, 0.0) + use.rate
-        share: dict[tuple[str, bool], float] = {}
-        for (resource, yields), rate in asked.items():
-            there = self.sharing.capacity[resource]
-            if yields:
-                there = max(there - asked.get((resource, False), 0.0), _LEAST_SHARE * there)
-            share[resource, yields] = min(1.0, there / rate) if rate else 1.0
-        for running in self.running.values():
-            speed = min((share[use.resource, use.yields] for use in running.uses), default=1.0)
-            running.set_speed(speed, self.now_s)
+    def _share(self, sharing: Sharing) -> None:
+        """The speed of every op in progress; one whose speed stays the same keeps its exact finish."""
+        together = tuple([running.uses for running in self.running])
+        if together not in self.speeds:
+            self.speeds[together] = _speeds(together, sharing.capacity)
+        for running, speed in zip(self.running, self.speeds[together], strict=True):
+            if speed != running.speed:
+                running.set_speed(speed, self.now_s)
 
     def _critical_path(self) -> tuple[int, ...]:
         path = []
@@ -169,12 +166,26 @@ class _Run:
             index = self.binding[index]
         return tuple(reversed(path))
 
+    def _stuck(self) -> str:
+        lines = ["deadlock: no lane can go on"]
+        for lane, line in self.lines.items():
+            if line.queue:
+                op = self.schedule[line.queue[0]]
+                missing = ", ".join(token for token in op.waits if token not in self.recorded)
+                lines.append(f"  {lane}: op {line.queue[0]} ({op.kind} {op.segment or '-'}) waits for {missing}")
+        return "\n".join(lines)
 
-def _stuck(schedule: Schedule, queues: Mapping[Lane, deque[int]], recorded: Mapping[str, int]) -> str:
-    lines = ["deadlock: no lane can go on"]
-    for lane, queue in queues.items():
-        if queue:
-            op = schedule[queue[0]]
-            missing = ", ".join(token for token in op.waits if token not in recorded)
-            lines.append(f"  {lane}: op {queue[0]} ({op.kind} {op.segment or '-'}) waits for {missing}")
-    return "\n".join(lines)
+
+def _speeds(together: Sequence[Sequence[Use]], capacity: Mapping[str, float]) -> list[float]:
+    """Of ops that run at one time, from what is asked of each resource."""
+    asked: dict[tuple[str, bool], float] = {}
+    for use in chain.from_iterable(together):
+        key = use.resource, use.yields
+        asked[key] = asked.get(key, 0.0) + use.rate
+    share: dict[tuple[str, bool], float] = {}
+    for (resource, yields), rate in asked.items():
+        there = capacity[resource]
+        if yields:
+            there = max(there - asked.get((resource, False), 0.0), _LEAST_SHARE * there)
+        share[resource, yields] = min(1.0, there / rate) if rate else 1.0
+    return [min((share[use.resource, use.yields] for use in uses), default=1.0) for uses in together]

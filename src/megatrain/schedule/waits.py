@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatrain.schedule.ops import Lane, Op, Place, Schedule
@@ -14,24 +15,20 @@ class _Hazards:
     """Per place: its last write, and the last read on each lane, as indices of ops."""
 
     def __init__(self) -> None:
-        self._write: dict[Place, int] = {}
-        self._reads: dict[Place, dict[Lane, int]] = {}
+        self._writes: dict[Place, int] = {}
+        self._reads: defaultdict[Place, dict[int, int]] = defaultdict(dict)
 
-    def before(self, op: Op) -> Iterator[int]:
+    def add(self, index: int, op: Op, lane: int) -> set[int]:
         """Ops that must be done before `op`: writers of what it reads, writers and readers of what it writes."""
-        for place in op.reads:
-            if place in self._write:
-                yield self._write[place]
+        written = self._writes
+        before = {written[place] for place in (*op.reads, *op.writes) if place in written}
         for place in op.writes:
-            if place in self._write:
-                yield self._write[place]
-            yield from self._reads.get(place, {}).values()
-
-    def add(self, index: int, op: Op) -> None:
+            before.update(self._reads[place].values())
         for place in op.reads:
-            self._reads.setdefault(place, {})[op.lane] = index
+            self._reads[place][lane] = index
         for place in op.writes:
-            self._write[place] = index  # earlier reads stay listed: this write implies them
+            written[place] = index  # earlier reads stay listed: this write implies them
+        return before
 
 
 def one_by_one(schedule: Schedule) -> Schedule:
@@ -58,7 +55,7 @@ def with_waits(ops: Sequence[Op]) -> Schedule:
         clock = lane_clock[own].copy()
         chosen = []
         # Latest first: an op can only be implied by a later one, so what is chosen is never implied afterwards.
-        for before in sorted(set(hazards.before(op)), reverse=True):
+        for before in sorted(hazards.add(index, op, own), reverse=True):
             lane = _LANES[ops[before].lane]
             if lane == own or clock[lane] >= position[before]:
                 continue
@@ -69,7 +66,6 @@ def with_waits(ops: Sequence[Op]) -> Schedule:
         clocks.append(clock)
         lane_clock[own] = clock
         waits.append(tuple(reversed(chosen)))
-        hazards.add(index, op)
     tokens = {before: f"{ops[before].kind[0].lower()}{before}" for chosen_ in waits for before in chosen_}
     return tuple(
         Op(op.kind, op.segment, op.micro_batch, op.lane, op.reads, op.writes,
