@@ -17,10 +17,10 @@ MUTANTS: tuple[Mutant, ...] = (
         SCHEDULE,
         (
             "no wait for the writer of what is read",
-            "        for place in op.reads:\n            if place in self._write:\n                yield",
-            "        for place in op.reads:\n            if False:\n                yield",
+            "for place in (*op.reads, *op.writes) if",
+            "for place in op.writes if",
         ),
-        ("no wait for earlier readers", "yield from self._reads.get(place, {}).values()", "yield from ()"),
+        ("no wait for earlier readers", "before.update(self._reads[place].values())", "pass"),
         ("implied waits are kept", "if lane == own or clock[lane] >= position[before]:", "if lane == own:"),
         (
             "the last needed wait is dropped",
