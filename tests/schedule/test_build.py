@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,11 +24,10 @@ from megatrain.schedule import (
     check,
     dead_after,
     parse,
-    peak,
     rounds,
     to_text,
 )
-from megatrain.schedule.ops import TIED_GRAD
+from megatrain.schedule.ops import TIED_GRAD, Place
 from tests.schedule.plans import (
     DEVICE,
     DISK,
@@ -44,6 +44,7 @@ from tests.schedule.plans import (
 from tests.schedule.symbols import Terms, in_order, reference
 
 GOLDEN = Path(__file__).parent / "golden"
+FLOW_POOLS = ("act", "dact", "call", "kept", "attn")
 
 
 @given(plans(), sequences(), st.integers(1, 5))
@@ -280,6 +281,21 @@ def test_a_wholly_frozen_model_can_be_evaluated_but_not_trained() -> None:
 def test_golden(name: str, plan: Plan, num: int) -> None:
     """A change of order is a change of this file: on purpose, and read by someone."""
     assert to_text(build(plan, "train", num, True)) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def peak(schedule: Schedule) -> Mapping[str, int]:
+    """The most places of each flow pool (act, dact, call, kept, attn) that are alive during one op."""
+    alive: Counter[str] = Counter()
+    most: dict[str, int] = dict.fromkeys(FLOW_POOLS, 0)
+    born: set[Place] = set()
+    for op, dead in zip(schedule, dead_after(schedule), strict=True):
+        for place in op.writes:
+            if place.pool in FLOW_POOLS and place not in born:
+                born.add(place)
+                alive[place.pool] += 1
+                most[place.pool] = max(most[place.pool], alive[place.pool])
+        alive.subtract(place.pool for place in dead)
+    return most
 
 
 def test_peak_and_liveness() -> None:

@@ -8,7 +8,7 @@ Must never:     know a device, a size or a duration; import torch.
 
 from megatrain.schedule.build import build, rounds
 from megatrain.schedule.check import Run, ScheduleError, check
-from megatrain.schedule.liveness import dead_after, peak
+from megatrain.schedule.liveness import dead_after
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
 from megatrain.schedule.simulate import DeadlockError, Sharing, Simulation, Use, simulate
@@ -38,7 +38,6 @@ __all__ = [
     "dead_after",
     "one_by_one",
     "parse",
-    "peak",
     "rounds",
     "simulate",
     "to_text",

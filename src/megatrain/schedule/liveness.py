@@ -1,9 +1,6 @@
-"""Liveness: when boundary activations and the like are dead, and how many are alive at once."""
+"""Liveness: when boundary activations and the like are dead."""
 
 from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Mapping
 
 from megatrain.schedule.ops import Place, Schedule
 
@@ -21,18 +18,3 @@ def dead_after(schedule: Schedule) -> tuple[tuple[Place, ...], ...]:
     for place, index in last.items():
         dead[index].append(place)
     return tuple(map(tuple, dead))
-
-
-def peak(schedule: Schedule) -> Mapping[str, int]:
-    """The most places of each flow pool (act, dact, call, kept, attn) that are alive during one op."""
-    alive: Counter[str] = Counter()
-    most: dict[str, int] = dict.fromkeys(_FLOW_POOLS, 0)
-    born: set[Place] = set()
-    for op, dead in zip(schedule, dead_after(schedule), strict=True):
-        for place in op.writes:
-            if place.pool in _FLOW_POOLS and place not in born:
-                born.add(place)
-                alive[place.pool] += 1
-                most[place.pool] = max(most[place.pool], alive[place.pool])
-        alive.subtract(place.pool for place in dead)
-    return most
