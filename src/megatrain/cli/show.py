@@ -86,7 +86,7 @@ def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine)
         "verdict": table.overall,
         "num_parameters": table.num_parameters,
         "architecture": spec.architecture,
-        "memory": [asdict(row) for row in table.rows],
+        "memory": [row._asdict() for row in table.rows],
         "totals": {tier: table.total_bytes(tier) for tier in TIERS},
         "budgets": dict(table.budgets),
         "peak_phase": table.peak,
