@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -63,3 +64,12 @@ def test_accepted() -> None:
     validate(plan_of([RESIDENT] * 2, slots=0, grad_slots=0))
     validate(plan_of([DEVICE] * 2, embed=DEVICE, head=DEVICE, slots=0, grad_slots=0))
     validate(plan_of([{**RESIDENT, "grads": "pool"}], frozen=["L000"], slots=0, grad_slots=0))
+
+
+def test_a_segment_that_comes_from_another_process_has_no_hash_of_it() -> None:
+    """Names hash to other numbers there, so it would be missing from every table."""
+    segment = SegmentPlan("L000", "block", True, state="disk")
+    assert hash(segment) == hash(replace(segment)) != hash(replace(segment, state="ram"))
+    again = pickle.loads(pickle.dumps(segment))
+    assert again == segment
+    assert "_hash" not in vars(again)
