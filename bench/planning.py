@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from megatrain.cli.assemble import planned
 from megatrain.cli.plan import text_lines
 from megatrain.cli.wanted import config_to_plan
 from megatrain.hardware.described import read_machine
+from megatrain.hardware.rates import Rates
 from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import Prediction, Workload, predict
@@ -39,6 +41,8 @@ PLANS = {
     "gpt-oss-120b": ("h200-1.5tb", ("max_length=8192", "train_batch_size=64", "max_steps=1000", "save_strategy=no")),
     "dense-175b": ("b200-192gb", ("max_length=2048", "train_batch_size=256", "max_steps=1000")),
 }
+DOCTOR_BESIDE = {"27afb576": "26a1ae07"}  # a step with a disk -> the run of `bench plans` minutes later
+FIRST_ALONE = ("26a1ae07", "76279b39")  # runs in processes of their own, before lines said so
 BLOCK = re.compile(r"(<!-- made: (\S+) -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
@@ -58,8 +62,18 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
     plan = make_plan(spec, made, row["micro_batches"])  # type: ignore[arg-type]
     layouts = {segment.name: layout_of(segment) for segment in spec.segments}
     shapes = Shapes(spec, layouts, 2, made.micro_batch_tokens, made.loss_chunk, not made.eager, fused_loss=True)
-    rates = read_machine("h200-125gb").rates
+    rates = rates_of(row)
     return predict(Workload(shapes, rates, row["micro_batches"], made.seq, on_cpu=False), plan)
+
+
+def rates_of(row: Mapping[str, Any]) -> Rates:
+    """Those of the described machine, but the drive's, where `doctor` took them of the same machine in that hour: drives
+    differ, and rest."""
+    rates = read_machine("h200-125gb").rates
+    if row["run"] not in DOCTOR_BESIDE:
+        return rates
+    taken = next(r["made_of"]["rates"] for r in recorded(H200)[0] if r["run"] == DOCTOR_BESIDE[row["run"]])
+    return replace(rates, disk_read_Bps=taken["disk_read_Bps"], disk_write_Bps=taken["disk_write_Bps"])
 
 
 def homes(row: Mapping[str, Any]) -> str:
@@ -92,12 +106,20 @@ def backtest() -> Iterator[str]:
         )
 
 
+def alone(row: Mapping[str, Any]) -> bool:
+    """Whether a line was measured in a process of its own."""
+    return "process" in row or row["run"] in FIRST_ALONE
+
+
 def plans_backtest(path: Path = H200) -> Iterator[str]:
     """One line a plan that was chosen, run and recorded whole."""
     rows, without = recorded(path)
+    together = [row for row in rows if not alone(row)]
     yield "| setting | step measured | predicted | ratio | HBM measured, predicted | ratio | RAM | ratio |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
+        if row in together:
+            continue
         made = again(row)
         told = [f"{row['setting']} (run {row['run']})", f"{row['step_s']:.3f} s", f"{made.prediction.step_s:.3f} s",
                 f"{made.step_ratio:.2f}"]  # fmt: skip
@@ -106,7 +128,10 @@ def plans_backtest(path: Path = H200) -> Iterator[str]:
             told += [f"{peak / 1e9:.2f}, {total / 1e9:.2f} GB", f"{made.bytes_ratio(tier):.3f}"]
         yield f"| {' | '.join(told)} |"
     yield ""
-    yield f"{without} measured lines of before hold no whole plan and are left out."
+    yield (
+        f"Left out: {without} measured lines of before hold no whole plan, and {len(together)} were measured in one "
+        "process, where what earlier settings left counts as their own."
+    )
 
 
 def block(name: str) -> str:

@@ -132,7 +132,7 @@ def line_of(setting: Setting, run: Planned, price: Price, seen: Run) -> dict[str
     hbm, ram = run.table.total_bytes("hbm"), run.table.total_bytes("ram")
     before = seen.marks["begun"]
     return {
-        "system": "megatrain", "setting": setting.name, **asked(setting), **told,
+        "system": "megatrain", "setting": setting.name, "process": "own", **asked(setting), **told,
         "step_s": step_s, "step_s_min": min(seen.steps_s), "step_s_max": max(seen.steps_s), "steps": len(seen.steps_s),
         "step_ratio": step_s / price.prediction.step_s, "lanes": seen.lanes_s, "kinds_s": seen.kinds_s,
         "start_s": seen.start_s,
@@ -181,7 +181,12 @@ def measure(setting: Setting, system: str, scratch: Path, pace: Pace) -> tuple[s
         line = own_line(run, setting, pace) if system == "megatrain" else plain_line(run, setting, system, pace)
     except FAILURES as error:
         line = failed(setting, system, error)
-    return machine_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")), line
+    return this_machine(), line
+
+
+def this_machine() -> str:
+    """Its name in results."""
+    return machine_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def own_line(run: Planned, setting: Setting, pace: Pace) -> dict[str, object]:
@@ -208,7 +213,6 @@ class Bench:
         self.lines: list[dict[str, object]] = []
         self._warm = False
         self._plain: set[tuple[object, ...]] = set()
-        self._machine = "unknown"
         self._processes = multiprocessing.get_context("spawn")  # a fork would not count the libraries' pages as its own
 
     def pace(self) -> Pace:
@@ -239,8 +243,7 @@ class Bench:
                 machine, line = process.submit(measure, setting, system, scratch, self.pace()).result()
             self._warm = self._warm or "failed" not in line
         except BrokenProcessPool as error:  # killed, for memory as a rule
-            machine, line = self._machine, failed(setting, system, error)
-        self._machine = machine
+            machine, line = this_machine(), failed(setting, system, error)
         line["wall_s"] = time.perf_counter() - began
         self.lines.append(line)
         record("plans", line, on=machine, folder=self.args.results)

@@ -11,7 +11,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import Machine
 from megatrain.hardware.described import likely_rates, machine_names, read_machine, to_json
 from megatrain.hardware.measured import Disk, Gpu, Host, Link, Measured, save_measured
-from megatrain.hardware.rates import ASSUMED, ATTENTION_SHARE, HBM_IN_STEP, PRODUCTS_IN_STEP, rates_of
+from megatrain.hardware.rates import ASSUMED, ATTENTION_SHARE, DRAM_BESIDE_UPDATE, HBM_IN_STEP, PRODUCTS_IN_STEP, rates_of
 
 GIB = 1 << 30
 HOST = Host("a processor", "x86_64 avx2", 16, 1, 128 * GIB, 100 * GIB, None, None, 0.0)
@@ -74,6 +74,8 @@ def test_what_the_doctor_could_not_take_is_assumed() -> None:
     assert replace(rates_of(bare), source="") == replace(ASSUMED["cuda"], source="")
     shared = rates_of(replace(bare, matmul_flops_per_s={"bf16": 800e12}))
     assert shared.attention_flops_per_s == pytest.approx(ATTENTION_SHARE * PRODUCTS_IN_STEP * 800e12)
+    slow = rates_of(replace(bare, dram_copy_Bps=90e9, update_params_per_s=4e9))
+    assert slow.dram_Bps == pytest.approx(DRAM_BESIDE_UPDATE * 28 * 4e9), "it carries copies beside the update"
     cpu = rates_of(replace(bare, gpu=None, dram_copy_Bps=80e9, update_params_per_s=2e9))
     assert (cpu.hbm_Bps, cpu.h2d_Bps) == (80e9, 40e9), "on a CPU, slots are host memory"
 

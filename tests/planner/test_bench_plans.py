@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedConfig
 
 from bench import plan_run, planning, plans
 from bench.plan_again import again, recorded
@@ -119,10 +122,28 @@ def test_other_constants_predict_other_bytes_and_seconds(
 def test_the_page_has_a_line_for_every_recorded_plan(lines: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps({**line, "peak_hbm_bytes": 1}) + "\n" for line in lines), "utf-8")
+    assert [line["process"] for line in lines if "step_s" in line and line["system"] == "megatrain"] == ["own"]
     table = list(planning.plans_backtest(file))
     assert len(table) == 2 + 1 + 2
     assert table[2].startswith(f"| tiny (run {lines[0]['run']}) | ")
-    assert table[-1].startswith("0 measured lines")
+    assert table[-1].startswith("Left out: 0 measured lines")
+
+
+@dataclass(frozen=True)
+class Deadly(Setting):
+    """Ends the process that measures it, as the kernel does when memory is short."""
+
+    def model_config(self) -> PreTrainedConfig:
+        os._exit(9)
+
+
+def test_a_measurement_that_is_killed_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """So each is in a process of its own."""
+    assert plans.main(["--results", str(tmp_path), *QUICK], settings=(Deadly("deadly", "x", 2, 32, 128), SHORT)) == 1
+    (file,) = tmp_path.glob("*.jsonl")
+    first, second = (json.loads(line) for line in file.read_text("utf-8").splitlines())
+    assert (first["setting"], first["failed"].split(":")[0]) == ("deadly", "BrokenProcessPool")
+    assert second["setting"] == "short"
 
 
 def test_time_that_is_up_begins_nothing_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

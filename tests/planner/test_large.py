@@ -221,8 +221,10 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "block inputs waiting in RAM": round_size * waiting(shown) * T * d * 2,
         f"working memory ({peak})": working[peak],
         "rotary tables of a round": round_size * T * model.rotary,
-        "unused pieces of the working memory": 1.2 * 2 * max(v * d, CHUNK * v, T * model.widest, model.tensor),
-        "CUDA libraries": 880 * MIB,
+        "unused pieces of the working memory": max(
+            128 * MIB, (1.5 if model.experts else 0.25) * 2 * max(v * d, CHUNK * v, T * model.widest, model.tensor)
+        ),
+        "CUDA libraries": 860 * MIB,
         "weights": 2 * parameters(model, away),
         "optimizer state": 10 * parameters(model, places["ram"]),
         "gradients": 4 * (plan["grad_landing_slots"] * largest if two_passes(shown) else parameters(model, away)),

@@ -78,6 +78,11 @@ def largest_gradient_elements(block: SegmentSpec) -> int:
     return max([experts, *(matrix.num_elements for matrix in _matrices(block.tensors) if matrix.trainable)])
 
 
+def num_norms(block: SegmentSpec, hidden_size: int) -> int:
+    """Norms over the hidden state that have weights."""
+    return sum(t.shape == (hidden_size,) and t.local.endswith("norm.weight") for t in block.tensors)
+
+
 def expert_share(spec: ModelSpec) -> float:
     """Chosen experts ÷ all experts, from the parameters a token is multiplied with."""
     tensors = [t for s in spec.segments for t in s.tensors]
