@@ -67,8 +67,7 @@ def predicted(row: Mapping[str, Any]) -> Prediction:
 
 
 def rates_of(row: Mapping[str, Any]) -> Rates:
-    """Those of the described machine, but the drive's, where `doctor` took them of the same machine in that hour: drives
-    differ, and rest."""
+    """Those of the described machine, but the drive's where `doctor` took them of the same machine in that hour."""
     rates = read_machine("h200-125gb").rates
     if row["run"] not in DOCTOR_BESIDE:
         return rates

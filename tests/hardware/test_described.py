@@ -11,7 +11,14 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import Machine
 from megatrain.hardware.described import likely_rates, machine_names, read_machine, to_json
 from megatrain.hardware.measured import Disk, Gpu, Host, Link, Measured, save_measured
-from megatrain.hardware.rates import ASSUMED, ATTENTION_SHARE, DRAM_BESIDE_UPDATE, HBM_IN_STEP, PRODUCTS_IN_STEP, rates_of
+from megatrain.hardware.rates import (
+    ASSUMED,
+    ATTENTION_SHARE,
+    DRAM_BESIDE_UPDATE,
+    HBM_IN_STEP,
+    PRODUCTS_IN_STEP,
+    rates_of,
+)
 
 GIB = 1 << 30
 HOST = Host("a processor", "x86_64 avx2", 16, 1, 128 * GIB, 100 * GIB, None, None, 0.0)
