@@ -32,7 +32,7 @@ LAST_FLOWS = 8  # boundaries, where a compiled backward ends: gradients of q, k,
 POST_NORM_FLOWS = 2  # boundaries, where a norm stands behind the last matrix: 2.00 seen of Gemma 3
 TAIL_FLOWS = 14  # boundaries, where the last norm is differentiated, which no compiler sees
 # What the pool has no use for: of the largest tensor that comes and goes, at least so much. Seen of 14 plans, each in a
-# process of its own, on an H200: 0.59 to 0.81 of it where blocks keep what they compute, else 65 to 111 MB or 0.2 of it.
+# process of its own, on an H200: 0.59 to 0.81 of it where blocks keep what they compute, else 65 to 111 MB, or 0.2.
 # Where experts are chosen it was 2.1, and their backward 0.7 GB less than counted: 1.5 is both together.
 UNUSED_SHARE = {"kept": 0.9, "experts": 1.5, "recomputed": 0.25}
 LEAST_UNUSED_BYTES = 128 * MIB
