@@ -65,7 +65,7 @@ def test_memory_falls_back_to_what_lives_on() -> None:
     resident = [asked.shapes.layouts[s.name] for s in plan.segments if s.state == "hbm"]
     of_framework = sum(framework_bytes(asked, plan).values())
     assert homes == pytest.approx(12 * sum(layout.num_elements for layout in resident) + of_framework)
-    assert of_framework > 880 * 2**20 + 2 * 50_000 * 2048
+    assert of_framework > (860 + 128) * 2**20
 
 
 def test_every_op_is_drawn_where_it_ran() -> None:

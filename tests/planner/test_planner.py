@@ -213,7 +213,7 @@ def test_all_that_is_free_is_no_budget_to_raise() -> None:
     assert "the budget is 1.00 GiB (all that is free); free " in message
     assert " more: nvidia-smi shows what else uses the GPU" in message
     assert "memory.hbm" not in message
-    assert "; take a GPU that has 2." in told(replace(hbm, hbm_total_bytes=GIB))
+    assert "; take a GPU that has 1.9" in told(replace(hbm, hbm_total_bytes=GIB))
     assert "(all that is free); free " in told(hbm, hbm="60GiB"), "a budget larger than what is there is no budget"
     ram = replace(CPU, ram_available_bytes=8 * GIB, disk_free_bytes=2 * GIB)
     message = told(ram)
