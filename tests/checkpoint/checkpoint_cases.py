@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain.models.layout import layout_of
-from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
+from megatrain.models.spec import AttentionShape, ModelSpec, SegmentSpec, TensorSpec
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.store import SegmentStore
 from megatrain.store.store import Precision
@@ -59,7 +59,8 @@ def tiny_spec(*, tied: bool = False, layers: int = 2, freeze_embed: bool = False
         *(block(index) for index in range(layers)),
         SegmentSpec("HEAD", "head", head),
     )
-    return ModelSpec("LlamaForCausalLM", segments, tied, HIDDEN, VOCAB, (), 0, 64)
+    attention = (AttentionShape(2, HIDDEN // 2, None),) * layers
+    return ModelSpec("LlamaForCausalLM", segments, tied, HIDDEN, VOCAB, attention, 0, 64)
 
 
 def make_store(spec: ModelSpec, precision: Precision, *, hbm: bool = False) -> SegmentStore:
