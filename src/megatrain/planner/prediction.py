@@ -21,7 +21,7 @@ from megatrain.schedule.simulate import simulate
 
 GROUPS = 18  # of blocks, in the simulations of the search
 MOST_ROUNDS = 3  # simulated; those between the first and the last are alike
-EDGE_BLOCKS = 3  # at both ends, where a pass fills and drains, blocks are never taken together
+RAMP_GROUPS = 8  # of them, about, that are smaller than the others
 BOUNDS = {
     Lane.COMPUTE: "the device's arithmetic",
     Lane.H2D: "the link to the device",
@@ -135,13 +135,19 @@ def fold(plan: Plan, most_groups: int) -> tuple[Plan, Mapping[str, Sequence[str]
 
 
 def edges(plan: Plan, most_groups: int) -> list[int]:
-    """Where groups of segments that are taken together begin, and where the last one ends."""
-    room, last = most_groups - 2 * EDGE_BLOCKS, len(plan.segments)
-    start, stop = EDGE_BLOCKS + 1, last - EDGE_BLOCKS - 1
-    if stop - start <= room:
+    """Where groups of segments that are taken together begin, and where the last one ends.
+
+    A pass fills and drains at its ends, and what a group moves has to hide behind the one beside it: from both ends,
+    groups grow by half. (Equal ones beside single blocks made steps of 120 blocks up to 10 % too long, and
+    plans were chosen that are 3.6 % slower than the best seen; these make it 5 and 0.2 %.)
+    """
+    last, at, found = len(plan.segments), 1, [0]
+    if last - 2 <= most_groups:
         return [*range(last + 1)]
-    size, found = -(-(stop - start) // room), [*range(start)]
-    for _, alike in groupby(range(start, stop), key=lambda index: plan.segments[index].placement):
-        run = list(alike)
-        found += run[::size]
-    return [*found, *range(stop, last + 1)]
+    size = -(-(last - 2) // (most_groups - RAMP_GROUPS))
+    for _, alike in groupby(plan.blocks, key=lambda block: block.placement):
+        stop = at + len(list(alike))
+        while at < stop:
+            found.append(at)
+            at += max(1, min(size, stop - at, (at - 1) // 2, (last - 1 - at) // 3))
+    return [*found, last - 1, last]
