@@ -82,7 +82,7 @@ class Prediction:
 
 def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Prediction:
     """The price of `plan` in seconds. `most_groups`: blocks placed alike are taken together until about so many are
-    left, which costs a per cent or two of truth and saves most of the time; None: every block by itself."""
+    left, which costs up to 5 % of truth and saves most of the time; None: every block by itself."""
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
     folded, members = (plan, {}) if most_groups is None else fold(plan, most_groups)
     costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, members)
