@@ -22,12 +22,13 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -45,6 +46,7 @@ from megatrain.planner.price import Price, price_of
 from megatrain.planner.table import gib
 from megatrain.schedule.plan import Plan
 
+P, Returned = ParamSpec("P"), TypeVar("Returned")
 FAILURES = (RuntimeError, ValueError, KeyError, OSError, MemoryError, AssertionError)  # of one setting
 
 
@@ -233,17 +235,21 @@ class Bench:
                 self._plain.add(key)
                 self._measure(setting, system, scratch)
 
+    def _apart(self, function: Callable[P, Returned], *args: P.args, **kwargs: P.kwargs) -> Returned:
+        """In a process of its own. CUDA in this one, were it only to tell its name, might take memory from all."""
+        with ProcessPoolExecutor(1, mp_context=self._processes) as process:
+            return process.submit(function, *args, **kwargs).result()
+
     def _measure(self, setting: Setting, system: str, scratch: Path) -> None:
         if self.out_of_time():
             print(json.dumps({"setting": setting.name, "system": system, "left out": "time is up"}), flush=True)
             return
         began = time.perf_counter()
         try:
-            with ProcessPoolExecutor(1, mp_context=self._processes) as process:
-                machine, line = process.submit(measure, setting, system, scratch, self.pace()).result()
+            machine, line = self._apart(measure, setting, system, scratch, self.pace())
             self._warm = self._warm or "failed" not in line
         except BrokenProcessPool as error:  # killed, for memory as a rule
-            machine, line = this_machine(), failed(setting, system, error)
+            machine, line = self._apart(this_machine), failed(setting, system, error)
         line["wall_s"] = time.perf_counter() - began
         self.lines.append(line)
         record("plans", line, on=machine, folder=self.args.results)

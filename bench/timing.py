@@ -45,8 +45,6 @@ def timed(step: Callable[[], object], pace: Pace, first: Callable[[], None]) -> 
 
 def fresh() -> None:
     """Nothing left of what was measured before, no cap, peaks from here."""
-    if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: 67 MB a setting
     empty_cache()
     reset_peak_rss()
     if torch.cuda.is_available():
@@ -58,6 +56,7 @@ def empty_cache() -> None:
     """Give the pool's unused memory back, if there is a GPU."""
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone: 32 MiB each
         torch.cuda.empty_cache()
 
 

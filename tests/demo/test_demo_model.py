@@ -5,7 +5,6 @@ Slow on a CPU: about ten minutes on two cores. Fetches and converts the demo's m
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from demo.prepare import prepare as prepare_demo
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
+from bench.timing import empty_cache
 from megatrain.data import BatchPlan, DataOptions, prepare
 from megatrain.memory import cap_device_memory
 from megatrain.models.batch import TokenBatch
@@ -73,13 +73,6 @@ def trained_on_gpu(
         return [result.loss for result in run.train(steps, schedule(len(steps)))], run.state()
     finally:
         run.close()
-
-
-def empty_cache() -> None:
-    """Nothing of a run before is left on the GPU."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each stream of it
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.slow
