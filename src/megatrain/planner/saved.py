@@ -78,9 +78,9 @@ def largest_gradient_elements(block: SegmentSpec) -> int:
     return max([experts, *(matrix.num_elements for matrix in _matrices(block.tensors) if matrix.trainable)])
 
 
-def num_norms(block: SegmentSpec, hidden_size: int) -> int:
-    """Norms over the hidden state that have weights."""
-    return sum(t.shape == (hidden_size,) and t.local.endswith("norm.weight") for t in block.tensors)
+def num_norms(tensors: Sequence[TensorSpec], hidden_size: int) -> int:
+    """Norms over the hidden state that are the layer's own, none of a part of it, and have weights."""
+    return sum(t.shape == (hidden_size,) and _is_norm(t) and t.local.count(".") == 1 for t in tensors)
 
 
 def expert_share(spec: ModelSpec) -> float:
@@ -122,7 +122,7 @@ def _of_modules(block: SegmentSpec, tensors: Sequence[TensorSpec], hidden_size: 
         if top in read and any(matrix.shape[1] == hidden_size for matrix in matrices):
             saved -= hidden_size  # the same input as the router's
         read.add(top)
-    norms = sum(1 for t in tensors if t.shape == (hidden_size,) and _is_norm(t) and t.local.count(".") == 1)
+    norms = num_norms(tensors, hidden_size)
     norms += sum(1 for path in block.traits.bare_norms if "." not in path)
     if norms == 1:
         saved -= hidden_size * (len(read) - 1)

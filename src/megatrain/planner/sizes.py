@@ -98,7 +98,7 @@ class Shapes:
     @cached_property
     def post_normed(self) -> Mapping[str, bool]:
         """Block -> whether norms stand before and behind both of its halves."""
-        return {block.name: saved.num_norms(block, self.spec.hidden_size) >= 4 for block in self.spec.blocks}
+        return {block.name: saved.num_norms(block.tensors, self.spec.hidden_size) >= 4 for block in self.spec.blocks}
 
     @cached_property
     def block_working_bytes(self) -> int:
