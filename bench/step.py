@@ -27,7 +27,7 @@ from bench.baseline import PlainStep
 from bench.placement import COUNTS, PLACES, PLANNED, placed, plan_of, planned
 from bench.presets import PRESETS
 from bench.results import machine, record
-from bench.timing import Pace, fresh, timed
+from bench.timing import Pace, empty_cache, fresh, timed
 from megatrain.engine import Engine, Numerics
 from megatrain.engine.trace import Trace
 from megatrain.memory import cap_device_memory, peak_rss_bytes
@@ -112,6 +112,7 @@ def run_megatrain(
     before = time.perf_counter()
     store = SegmentStore(layouts, args.precision, plan, device, Path(args.scratch))
     randomise(store, device)
+    empty_cache()  # drawing the weights is no part of a run
     print(f"store: {time.perf_counter() - before:.1f} s", flush=True)
     numerics = Numerics(args.micro_batch_tokens, args.loss_chunk, 1.0)
     engine = Engine(template, store, plan, numerics, device, optimizer_threads=args.threads)

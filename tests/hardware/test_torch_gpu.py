@@ -11,7 +11,7 @@ import torch
 
 from megatrain.hardware import probe
 from megatrain.hardware.gpu import MIB
-from megatrain.hardware.probe import TorchGpu, describe_gpu, sustained_matmul_flops_per_s
+from megatrain.hardware.probe import TorchGpu, describe_gpu, sustained_matmul_flops_per_s, sustained_per_s
 
 
 class Runtime:
@@ -133,6 +133,16 @@ def test_the_rate_is_that_of_the_second_half(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(probe.time, "perf_counter", lambda: next(looks))
     rate = sustained_matmul_flops_per_s(torch.device("cpu"), torch.float32, 1.0)
     assert rate == pytest.approx(2 * 8**3 / 0.2)
+
+
+def test_what_the_first_time_compiles_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now_s[0])
+
+    def work() -> None:
+        now_s[0] += 0.01 if now_s[0] else 9.0  # much longer than all of the measurement
+
+    assert sustained_per_s(work, torch.device("cpu"), 4, 1.0) == pytest.approx(1 / 0.01)
 
 
 def test_one_slow_product_is_a_rate_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,10 @@ class ModelTemplate:
         dtype where eager rounds; otherwise one layer would have two graphs with different results.
         """
         torch._inductor.config.emulate_precision_casts = True
+        # Nothing is chosen by a clock. Padded products sum in another order; and candidates for a kernel are timed on
+        # copies of what it overwrites, in pinned RAM where HBM is short: 1 GiB beyond the plan (Qwen2.5 7B, 16K tokens).
+        torch._inductor.config.shape_padding = False
+        torch._inductor.config.triton.autotune_pointwise = False
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         torch._dynamo.config.recompile_limit = 24  # the usual 8, for layers that attend, that keep, that are lent
         self._call_block = torch.compile(_call_block, dynamic=False)

@@ -75,7 +75,7 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
         MemoryRow("kept attention of a round", device_tier, ledger.kept_attention_bytes()),
         MemoryRow("block inputs waiting in RAM", "ram", ledger.waiting_bytes()),
         MemoryRow(f"working memory ({peak})", device_tier, working[peak]),
-        MemoryRow("program and libraries", "ram", sizes.PROGRAM_RAM_BYTES[question.machine.device]),
+        MemoryRow("program and libraries", "ram", sizes.program_ram_bytes(shapes, question.machine.device)),
         *(MemoryRow(name, "hbm", num_bytes) for name, num_bytes in framework_bytes(question, plan).items()),
     ]
     copies = kept_checkpoints(question)

@@ -5,9 +5,9 @@ It is of the plan as the search simulates it, blocks taken together: a slot hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from megatrain.planner import sizes
@@ -102,10 +102,13 @@ class Floor:
         back_s = max(backward_s + sums_s, self._link_s(refetch + inputs + again * sums, home), num_rounds * reread_s)
         h2d = first_fetch + num_later * fetch + refetch + sum(waiting) + again * sum(shared)
         d2h = sum(waiting) + again * sum(shared) + drained
+        along = _Along(plan, parts, num_rounds, self._link_s)
+        first_s = max(round_s + updates_s, self._link_s(first_fetch, inputs / num_rounds), read_s)
+        other_s = max(round_s, self._link_s(fetch, inputs / num_rounds), read_s)
         return _Passes(
-            first_s=max(round_s + updates_s, self._link_s(first_fetch, inputs / num_rounds), read_s),
-            later_s=num_later * max(round_s, self._link_s(fetch, inputs / num_rounds), read_s),
-            backward_s=back_s,
+            first_s=max(first_s, along.forward_s(updates=not two_pass)),
+            later_s=num_later * max(other_s, along.forward_s(updates=False)),
+            backward_s=max(back_s, along.backward_s(drains=not two_pass)),
             again_s=max(again_s + device_s, self._link_s(refetch, drained), reread_s) if two_pass else 0.0,
             link_s=h2d / self._h2d_Bps + d2h / self._d2h_Bps,
             disk_s=sum(part.state_s + part.spill_s for part in parts) + num_rounds * (read_s + reread_s),
@@ -206,6 +209,63 @@ class Floor:
     def _op_s(self, kind: Kind, name: str, lane: Lane, reads: tuple[Place, ...] = (), writes: tuple[Place, ...] = (),
               micro_batch: int | None = None) -> float:  # fmt: skip
         return self._work.costs.seconds(Op(kind, name, micro_batch, lane, reads, writes))
+
+
+class _Along:
+    """Least seconds of a pass by its stretches of blocks placed alike: what shares a slot cannot travel during another
+    stretch, but for what the slots hold when this one begins or ends. Where some of the blocks need the disk, it rests
+    during the others."""
+
+    def __init__(
+        self, plan: Plan, parts: Sequence[_Part], num_rounds: int, link_s: Callable[[float, float], float]
+    ) -> None:
+        self._plan, self._blocks, self._ends = plan, parts[1:-1], (parts[0], parts[-1])
+        self._num_rounds, self._link_s = num_rounds, link_s
+        edges = [0, *accumulate(len(list(alike)) for _, alike in groupby(plan.blocks, key=_ways))]
+        self._stretches = [slice(*both) for both in pairwise(edges)]
+        waiting = set(plan.waiting_in_ram)
+        self._inputs = [part.input_bytes / num_rounds * (i in waiting) for i, part in enumerate(self._blocks)]
+        self._sums = [
+            part.drained_bytes * (block.grads == "pool") for block, part in zip(plan.blocks, self._blocks, strict=True)
+        ]
+
+    def forward_s(self, updates: bool) -> float:
+        """Of one round. `updates`: those on the device, of the step before, are still to be done."""
+
+        def device_s(parts: Sequence[_Part]) -> float:
+            return sum(part.forward_s / self._num_rounds + updates * part.device_s for part in parts)
+
+        total_s = device_s(self._ends)
+        for here in self._stretches:  # the first input of a stretch may have left before it
+            link_s = self._link_s(self._fetched(here), _beyond(self._plan.act_slots + 1, self._inputs[here]))
+            total_s += max(device_s(self._blocks[here]), link_s, self._read_s(here))
+        return total_s
+
+    def backward_s(self, drains: bool) -> float:
+        """Of all rounds. `drains`: sums of gradients go home, and in each round but the first come back."""
+        first = max(1, self._plan.lowest_trainable) - 1  # of the blocks that the pass visits
+        total_s = sum(part.backward_s for part in self._ends)
+        for stretch in self._stretches:
+            here = slice(max(first, stretch.start), max(first, stretch.stop))
+            device_s = sum(part.backward_s for part in self._blocks[here]) / self._num_rounds
+            comes = self._fetched(here) + _beyond(self._plan.act_slots, self._inputs[here])
+            sums = drains * _beyond(self._plan.grad_slots, self._sums[here])
+            least_s = max(device_s, self._read_s(here))
+            total_s += max(least_s, self._link_s(comes, sums))
+            total_s += (self._num_rounds - 1) * max(least_s, self._link_s(comes + sums, sums))
+        return total_s
+
+    def _fetched(self, here: slice) -> float:
+        return _beyond(self._plan.weight_slots, [part.fetched_bytes for part in self._blocks[here]])
+
+    def _read_s(self, here: slice) -> float:
+        slots = self._plan.weight_slots + self._plan.disk_slots
+        return _beyond(slots, [part.weights_s for part in self._blocks[here] if part.fetched_bytes])
+
+
+def _ways(block: SegmentPlan) -> tuple[str, ...]:
+    """What sets apart how blocks travel, and how long they take."""
+    return block.weights, block.grads, block.weights_home, block.activations
 
 
 class _Landing:
