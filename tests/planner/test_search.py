@@ -25,9 +25,8 @@ from megatrain.planner import (
     question_of,
     search,
 )
-from megatrain.planner.family import GROUPS, _candidates, _fillings, _in_passes, _streamed, _with_residents, cost_s
+from megatrain.planner.family import _candidates, _fillings, _in_passes, _streamed, _with_residents, cost_s
 from megatrain.planner.floor import Floor
-from megatrain.planner.prediction import fold
 from megatrain.planner.room import border
 from megatrain.schedule.plan import Plan, validate
 from tests.planner.test_planner import spec_of
@@ -230,15 +229,6 @@ def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:
     assert least_bytes(with_memory(asked, 0.5, 60), "ram") is None
 
 
-def test_a_folded_plan_costs_about_what_the_whole_one_does() -> None:
-    asked = with_memory(question(spec_of(120, 2048), train_batch_size=8), 40, 200)
-    plan = search(asked)
-    folded, members = fold(plan, GROUPS)
-    assert len(folded.blocks) < 60
-    assert [name for group in members.values() for name in group] == [b.name for b in plan.blocks]
-    assert predict(asked.work, plan, GROUPS).step_s == pytest.approx(predict(asked.work, plan).step_s, rel=0.025)
-
-
 @pytest.mark.parametrize(
     ("hbm_gib", "ram_gib", "most_simulated"),
     [(79, 400, 30), (23, 400, 15), (139, 1400, 60), (23, 150, 45), (79, 150, 20)],
@@ -250,10 +240,10 @@ def test_the_search_is_quick_at_120_layers(
     """Seconds differ by machine; how many of several hundred plans the floor does not leave out does not."""
     simulated = 0
 
-    def counted(work: Workload, plan: Plan, most_groups: int) -> Prediction:
+    def counted(work: Workload, plan: Plan) -> Prediction:
         nonlocal simulated
         simulated += 1
-        return predict(work, plan, most_groups)
+        return predict(work, plan)
 
     monkeypatch.setattr(family, "predict", counted)
     asked = question(spec_of(120, 4096), max_length=8192, micro_batch_tokens=16384, train_batch_size=64)

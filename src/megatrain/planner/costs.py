@@ -9,7 +9,7 @@ fitted to traces of an H200 (docs/performance.md); `Rates.scale` corrects them f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -200,13 +200,11 @@ class CostModel:
 class VisitCosts:
     """Costs of the ops of a shorter schedule of the same run.
 
-    `micro_batches`: how many of them one op stands for. `members`: segment of the schedule -> the model's segments it
-    stands for; absent: itself.
+    `micro_batches`: how many of them one op stands for.
     """
 
     model: CostModel
     micro_batches: float
-    members: Mapping[str, Sequence[str]]
     _known: dict[tuple[object, ...], Cost] = field(default_factory=dict)
 
     def cost(self, op: Op) -> Cost:
@@ -215,8 +213,8 @@ class VisitCosts:
         known = self._known.get(key)
         if known is None:
             count = 1.0 if op.micro_batch is None else self.micro_batches
-            costs = [self.model.cost_of(op, name) for name in self.members.get(op.segment, (op.segment,))]
-            known = self._known[key] = Cost(count * sum(cost.seconds for cost in costs), costs[0].uses)
+            cost = self.model.cost_of(op, op.segment)
+            known = self._known[key] = Cost(count * cost.seconds, cost.uses)
         return known
 
     def seconds(self, op: Op) -> float:

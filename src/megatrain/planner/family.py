@@ -24,7 +24,7 @@ from megatrain.planner import changes, sizes
 from megatrain.planner.account import Question, memory_table
 from megatrain.planner.changes import Filling, changed, changed_at, steps_of
 from megatrain.planner.floor import BESIDE_SHARE, Floor
-from megatrain.planner.prediction import GROUPS, predict
+from megatrain.planner.prediction import predict
 from megatrain.planner.room import Room, border, room_bytes
 from megatrain.planner.table import TIERS
 from megatrain.schedule.ops import Kind, Lane, Op, Place
@@ -69,13 +69,15 @@ def search(question: Question) -> Plan:
 def cost_s(question: Question, plan: Plan) -> float:
     """What the search makes small: seconds of a step, and as seconds its wear of the disk, what other lanes do, and,
     to choose between plans that are as fast, the memory it takes."""
-    made = predict(question.work, plan, GROUPS)
+    made = predict(question.work, plan)
     beside_s = sum(seconds for lane, seconds in made.work_s.items() if lane is not Lane.COMPUTE)
     taken_bytes = memory_table(question, plan).total_bytes(question.machine_tier)
     return made.step_s + BESIDE_SHARE * beside_s + HELD_S * taken_bytes + _wear_s(question, plan)
 
 
 def _wear_s(question: Question, plan: Plan) -> float:
+    if not plan.disk_slots:
+        return 0.0
     shapes = question.shapes
     states = sum(sizes.state_bytes(shapes, s.name) for s in plan.segments if s.state_on_disk)
     weights = sum(sizes.weights_bytes(shapes, s.name) for s in plan.segments if s.weights_on_disk and s.trainable)

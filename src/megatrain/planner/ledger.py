@@ -46,6 +46,13 @@ class Entries:
 
     def of(self, segments: Sequence[SegmentPlan]) -> list[int]:
         """Which of the entries that differ each segment has."""
+        try:
+            return [self._known[id(segment)] for segment in segments]
+        except KeyError:
+            self._work_out(segments)
+            return self.of(segments)
+
+    def _work_out(self, segments: Sequence[SegmentPlan]) -> None:
         for segment in segments:
             if id(segment) not in self._known:
                 entry = _worked_out(self.shapes, segment)
@@ -53,7 +60,6 @@ class Entries:
                     self.different.append(entry)
                 self._known[id(segment)] = self.different.index(entry)
                 self._held.append(segment)
-        return list(map(self._known.__getitem__, map(id, segments)))
 
 
 def _worked_out(shapes: Shapes, segment: SegmentPlan) -> Entry:

@@ -61,7 +61,9 @@ def _home_bytes(question: Question, plan: Plan) -> dict[Tier, int]:
     shapes, device = question.shapes, question.machine.device
     resident = [segment.name for segment in plan.segments if segment.state == "hbm"]
     homes = sum(sizes.weights_bytes(shapes, name) + sizes.state_bytes(shapes, name) for name in resident)
-    ram = sizes.program_ram_bytes(shapes, device) + sum(row.num_bytes for row in home_rows(shapes, plan) if row.tier == "ram")
+    ram = sizes.program_ram_bytes(shapes, device) + sum(
+        row.num_bytes for row in home_rows(shapes, plan) if row.tier == "ram"
+    )
     if device == "cpu":
         return {"ram": ram}
     return {"hbm": homes + sum(framework_bytes(question, plan).values()), "ram": ram}

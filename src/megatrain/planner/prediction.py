@@ -6,10 +6,9 @@ with all lanes idle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from functools import cached_property
 
 from megatrain.hardware.rates import Rates
 from megatrain.planner.costs import CostModel, VisitCosts
@@ -19,9 +18,7 @@ from megatrain.schedule.ops import Kind, Lane, Schedule
 from megatrain.schedule.plan import Plan
 from megatrain.schedule.simulate import simulate
 
-GROUPS = 18  # of blocks, in the simulations of the search
 MOST_ROUNDS = 3  # simulated; those between the first and the last are alike
-RAMP_GROUPS = 8  # of them, about, that are smaller than the others
 BOUNDS = {
     Lane.COMPUTE: "the device's arithmetic",
     Lane.H2D: "the link to the device",
@@ -80,16 +77,14 @@ class Prediction:
         return bound_s / total_s if total_s else 1.0
 
 
-def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Prediction:
-    """The price of `plan` in seconds. `most_groups`: blocks placed alike are taken together until about so many are
-    left, which costs up to 5 % of truth and saves most of the time; None: every block by itself."""
+def predict(work: Workload, plan: Plan) -> Prediction:
+    """The price of `plan` in seconds."""
     num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
-    folded, members = (plan, {}) if most_groups is None else fold(plan, most_groups)
-    costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds, members)
+    costs = VisitCosts(work.costs, work.num_micro_batches / num_rounds)
     lanes_s, work_s = dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)
     critical_s: dict[tuple[Lane, Kind], float] = {}
     more = max(0, num_rounds - MOST_ROUNDS)  # rounds like the one between the last two turns
-    ops = step_of(replace(folded, round_micro_batches=1), min(num_rounds, MOST_ROUNDS))
+    ops = step_of(replace(plan, round_micro_batches=1), min(num_rounds, MOST_ROUNDS))
     made = simulate(ops, costs.seconds, costs.sharing())
     since_s, until_s = (made.finish_s[turn] for turn in _turns(ops)[-2:]) if more else (0.0, 0.0)
     critical = set(made.critical_path)
@@ -105,7 +100,6 @@ def predict(work: Workload, plan: Plan, most_groups: int | None = None) -> Predi
     return Prediction(step_s, lanes_s, work_s, critical_s, ops, times_s)
 
 
-@lru_cache(maxsize=64)  # plans that differ in what a group of blocks stands for have one schedule
 def step_of(plan: Plan, num_micro_batches: int) -> Schedule:
     """All ops of a step among others; of a model that is only read, of its evaluation."""
     read_only = plan.lowest_trainable == len(plan.segments)
@@ -123,31 +117,3 @@ def times_in_step(schedule: Schedule, num_rounds: int) -> list[int]:
 def _turns(schedule: Schedule) -> list[int]:
     """Where each round comes to the turn of its pass: from one to the next, a whole round goes by."""
     return [index for index, op in enumerate(schedule) if op.kind in (Kind.HEAD, Kind.LOSS)]
-
-
-def fold(plan: Plan, most_groups: int) -> tuple[Plan, Mapping[str, Sequence[str]]]:
-    """A plan of fewer blocks, and which blocks of `plan` each of them stands for."""
-    groups = [plan.blocks[start - 1 : stop - 1] for start, stop in pairwise(edges(plan, most_groups)[1:-1])]
-    names = [f"L{number:03d}" for number in range(len(groups))]
-    folded = [replace(group[0], name=name) for name, group in zip(names, groups, strict=True)]
-    members = {name: [block.name for block in group] for name, group in zip(names, groups, strict=True)}
-    return replace(plan, segments=(plan.segments[0], *folded, plan.segments[-1])), members
-
-
-def edges(plan: Plan, most_groups: int) -> list[int]:
-    """Where groups of segments that are taken together begin, and where the last one ends.
-
-    A pass fills and drains at its ends, and what a group moves has to hide behind the one beside it: from both ends,
-    groups grow by half. (Equal ones beside single blocks made steps of 120 blocks up to 10 % too long, and
-    plans were chosen that are 3.6 % slower than the best seen; these make it 5 and 0.2 %.)
-    """
-    last, at, found = len(plan.segments), 1, [0]
-    if last - 2 <= most_groups:
-        return [*range(last + 1)]
-    size = -(-(last - 2) // (most_groups - RAMP_GROUPS))
-    for _, alike in groupby(plan.blocks, key=lambda block: block.placement):
-        stop = at + len(list(alike))
-        while at < stop:
-            found.append(at)
-            at += max(1, min(size, stop - at, (at - 1) // 2, (last - 1 - at) // 3))
-    return [*found, last - 1, last]

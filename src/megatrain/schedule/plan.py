@@ -118,7 +118,7 @@ class Plan:
         """Blocks (from 0) whose inputs pass through the shared slots, in order."""
         return tuple([i for i, block in enumerate(self.blocks) if block.activations == "offload"])
 
-    @property
+    @cached_property
     def waiting_in_ram(self) -> tuple[int, ...]:
         """Blocks whose inputs go to RAM and back: not those that no backward visits, nor the last ones of the others,
         which are still in their slots when the pass turns. A second pass comes back to all that share a slot."""

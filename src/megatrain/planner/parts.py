@@ -1,0 +1,138 @@
+"""Parts: what each segment of a plan brings to a step, worked out once, as rows and as columns. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatrain.planner import sizes
+from megatrain.planner.prediction import Workload
+from megatrain.schedule.ops import Kind, Lane, Op, Place
+from megatrain.schedule.plan import Plan, SegmentPlan
+from megatrain.schedule.slots import kept_places
+
+
+class Part(NamedTuple):
+    """What a segment brings to a step; 0 of what it has not. Passes: of all micro-batches."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float  # a second backward, which finds nothing kept
+    sums_s: float  # its gradient cleared, and its norm
+    device_s: float  # its update there
+    host_s: float  # its update there
+    fetched_bytes: float  # its weights, to a shared slot
+    own_bytes: float  # its weights, to a slot of their own, once
+    drained_bytes: float  # its gradient, to an update on the host
+    shared_bytes: float  # of that, what leaves a shared slot
+    input_bytes: float
+    weights_s: float  # to read them from the disk
+    state_s: float
+    spill_s: float
+    way: float  # blocks of one number travel alike, and take about as long
+
+
+class Columns(NamedTuple):
+    """The same of all segments of a plan: fields of `Part`."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    again_s: np.ndarray
+    sums_s: np.ndarray
+    device_s: np.ndarray
+    host_s: np.ndarray
+    fetched_bytes: np.ndarray
+    own_bytes: np.ndarray
+    drained_bytes: np.ndarray
+    shared_bytes: np.ndarray
+    input_bytes: np.ndarray
+    weights_s: np.ndarray
+    state_s: np.ndarray
+    spill_s: np.ndarray
+    way: np.ndarray
+
+
+class Parts:
+    """The parts of the segments of one run's plans. Looked up by identity, which is quick; what was seen is held, so
+    that nothing else takes its id."""
+
+    def __init__(self, work: Workload) -> None:
+        self._work = work
+        self._known: dict[int, int] = {}
+        self._held: list[SegmentPlan] = []
+        self._rows: list[Part] = []
+        self._table, self._filled = np.empty((0, len(Part._fields))), 0
+        self._ways: dict[tuple[object, ...], int] = {}
+
+    def of(self, plan: Plan) -> tuple[list[Part], Columns]:
+        """Row by row, in the order of the plan's segments, and column by column."""
+        try:
+            numbers = [self._known[id(segment)] for segment in plan.segments]
+        except KeyError:
+            self._work_out(plan)
+            return self.of(plan)
+        return [self._rows[number] for number in numbers], Columns(*self._table[numbers].T)
+
+    def _work_out(self, plan: Plan) -> None:
+        for index, segment in enumerate(plan.segments):
+            if id(segment) not in self._known:
+                self._known[id(segment)] = len(self._rows)
+                self._held.append(segment)
+                self._rows.append(self._counted(segment, index >= plan.lowest_trainable))
+        more = np.array(self._rows[self._filled :])
+        if len(self._rows) > len(self._table):  # twice as long: it grows by a few rows, a hundred times
+            self._table = np.resize(self._table, (2 * len(self._rows), len(Part._fields)))
+        self._table[self._filled : len(self._rows)] = more
+        self._filled = len(self._rows)
+
+    def _counted(self, segment: SegmentPlan, comes_back: bool) -> Part:
+        """`comes_back`: the backward pass reaches it; below the lowest trainable segment nothing is kept."""
+        shapes, name = self._work.shapes, segment.name
+        grad = (Place("g", name),) if segment.trainable else ()
+        kept = kept_places(segment, 0, 0) if comes_back else ()
+        lost = () if segment.activations == "keep" else kept
+        there: Kind | None = Kind.FORWARD if segment.kind == "block" else None
+        back = {"block": Kind.BACKWARD, "head": Kind.HEAD}.get(segment.kind) if comes_back else None
+        on_device, on_host = segment.updates_on_device, segment.trainable and not segment.updates_on_device
+        update_s = self._op_s(Kind.UPDATE, name, Lane.COMPUTE if on_device else Lane.HOST) if segment.trainable else 0.0
+        drained_bytes = sizes.gradient_bytes(shapes, name) if on_host else 0
+        return Part(
+            forward_s=self._visits_s(there, name, (), kept),
+            backward_s=self._visits_s(back, name, kept, grad),
+            again_s=self._visits_s(back, name, lost, grad),
+            sums_s=sum(self._op_s(kind, name, Lane.COMPUTE, (), grad) for kind in (Kind.ZERO, Kind.NORM) if grad),
+            device_s=update_s if on_device else 0.0,
+            host_s=update_s if on_host else 0.0,
+            fetched_bytes=sizes.weights_bytes(shapes, name) if segment.weights == "pool" else 0,
+            own_bytes=sizes.weights_bytes(shapes, name) if segment.weights == "own" and not on_device else 0,
+            drained_bytes=drained_bytes,
+            shared_bytes=drained_bytes if segment.kind == "block" and segment.grads == "pool" else 0,
+            input_bytes=sizes.one_boundary_bytes(shapes) * self._work.num_micro_batches,
+            **self._disk_s(segment, on_host),
+            way=self._ways.setdefault(
+                (segment.weights, segment.grads, segment.weights_home, segment.activations == "keep"), len(self._ways)
+            ),
+        )
+
+    def _disk_s(self, segment: SegmentPlan, on_host: bool) -> dict[str, float]:
+        name = segment.name
+        weights = ((Place("disk.w", name),), (Place("land.w", 0),)) if segment.weights_on_disk else None
+        state = ((Place("disk.state", name),), (Place("land.state", 0),)) if segment.state_on_disk else None
+        changed = [home for home, _ in filter(None, (state, weights))] if on_host else []
+        homes = tuple(place for home in changed for place in home)
+        return {
+            "weights_s": self._op_s(Kind.LOAD, name, Lane.DISK_READ, *weights) if weights else 0.0,
+            "state_s": self._op_s(Kind.LOAD_STATE, name, Lane.DISK_READ, *state) if state else 0.0,
+            "spill_s": self._op_s(Kind.SPILL, name, Lane.DISK, homes, homes) if homes else 0.0,
+        }
+
+    def _visits_s(self, kind: Kind | None, name: str, reads: tuple[Place, ...], writes: tuple[Place, ...]) -> float:
+        """Of all micro-batches."""
+        if kind is None:
+            return 0.0
+        return self._work.num_micro_batches * self._op_s(kind, name, Lane.COMPUTE, reads, writes, 0)
+
+    def _op_s(self, kind: Kind, name: str, lane: Lane, reads: tuple[Place, ...] = (), writes: tuple[Place, ...] = (),
+              micro_batch: int | None = None) -> float:  # fmt: skip
+        return self._work.costs.seconds(Op(kind, name, micro_batch, lane, reads, writes))
