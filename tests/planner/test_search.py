@@ -25,7 +25,17 @@ from megatrain.planner import (
     question_of,
     search,
 )
-from megatrain.planner.family import _candidates, _fillings, _in_passes, _streamed, _with_residents, cost_s
+from megatrain.planner.family import (
+    _filled,
+    _fillings,
+    _in_passes,
+    _placed,
+    _streamed,
+    _wear_s,
+    _with_residents,
+    cost_s,
+    lightest,
+)
 from megatrain.planner.floor import Floor
 from megatrain.planner.room import border
 from megatrain.schedule.plan import Plan, validate
@@ -204,10 +214,14 @@ def test_no_plan_costs_less_than_the_floor_that_may_leave_it_out(
 ) -> None:
     spec = with_frozen(spec_of(6, 2048, tied=False, vocab_size=50_000), frozen)
     asked = with_memory(question(spec, train_batch_size=rows), hbm_gib, ram_gib)
-    candidates = list(_candidates(asked))
-    assert len(candidates) > 3
-    for candidate in candidates:
-        assert candidate.floor_s <= cost_s(asked, candidate.plan) * (1 + 1e-9), candidate.plan
+    floor, num_filled = Floor(asked), 0
+    for placed in _placed(asked):
+        least_s = floor(lightest(placed))
+        for filled in _filled(asked, placed, *_fillings(asked)):
+            floor_s, num_filled = floor(filled), num_filled + 1
+            assert least_s <= floor_s * (1 + 1e-9), filled
+            assert floor_s + _wear_s(asked, filled) <= cost_s(asked, filled) * (1 + 1e-9), filled
+    assert num_filled > 3
 
 
 def test_the_floor_counts_no_way_home_of_a_gradient_that_is_used_up_on_the_device() -> None:

@@ -18,6 +18,7 @@ INPUT_ASIDE: Change = (("activations", "offload"),)
 STATE_ON_DISK: Change = (("state", "disk"),)
 WEIGHTS_ON_DISK: Change = (("weights_home", "disk"),)
 OWN_WEIGHTS: Change = (("weights", "own"), ("grads", "own"))
+ALL_KEPT: Change = (("activations", "keep"), ("weights", "own"), ("grads", "own"))
 OWN_WEIGHTS_AT_ONCE: Change = (("weights", "own"),)
 
 

@@ -30,6 +30,7 @@ class Entry(NamedTuple):
     drained_gradient: int  # that goes to its home
     attended: int
     kept: int
+    offloaded: int  # 1: its input passes through the shared slots
     backward: int  # working memory, beside what is kept
     extents: tuple[Extent, ...]
 
@@ -77,6 +78,7 @@ def _worked_out(shapes: Shapes, segment: SegmentPlan) -> Entry:
         drained_gradient=0 if segment.updates_on_device else gradient,
         attended=shapes.attended_bytes[segment.name] if segment.activations == "keep_attention" else 0,
         kept=shapes.saved_bytes[segment.name] if is_block and is_kept else 0,
+        offloaded=int(is_block and segment.activations == "offload"),
         backward=sizes.backward_working_bytes(shapes, segment.name, is_kept) if is_block else 0,
         extents=extents_of(segment, shapes.layouts[segment.name], shapes.compute_bytes),
     )
@@ -115,22 +117,29 @@ class Ledger:
     def boundary_bytes(self) -> int:
         """Inputs of every block and of HEAD, and one gradient of them, for each micro-batch of a round; offloaded ones
         share slots."""
-        count, offloaded = len(self._plan.blocks) + 2, len(self._plan.offloaded)
+        count, offloaded = len(self._plan.segments), self.total_bytes("offloaded")
         if offloaded:
             count += self._plan.act_slots - offloaded
-        return self._of_round(count * sizes.one_boundary_bytes(self._shapes))
+        return self.of_round(count * sizes.one_boundary_bytes(self._shapes))
 
     def kept_attention_bytes(self) -> int:
         """What attention gave to blocks that keep it, for each micro-batch of a round."""
-        return self._of_round(self.total_bytes("attended"))
+        return self.of_round(self.total_bytes("attended"))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether any block keeps all that is saved."""
+        return any(self._columns["kept"])
 
     def kept_bytes(self) -> int:
         """What autograd saved of blocks that keep it, for each micro-batch of a round."""
-        return self._of_round(self.total_bytes("kept"))
+        return self.of_round(self.total_bytes("kept"))
 
     def waiting_bytes(self) -> int:
         """Inputs of blocks that wait in RAM for the backward pass."""
-        return self._of_round(len(self._plan.waiting_in_ram) * sizes.one_boundary_bytes(self._shapes))
+        if not self.total_bytes("offloaded"):
+            return 0
+        return self.of_round(len(self._plan.waiting_in_ram) * sizes.one_boundary_bytes(self._shapes))
 
     def gradient_homes_bytes(self) -> int:
         """Gradients that wait in RAM; in two passes they have no home, but slots on the way to the updates."""
@@ -151,7 +160,7 @@ class Ledger:
         shapes, all_kept = self._shapes, self.kept_bytes()
         peak = max(self._columns["backward"])
         if all_kept:
-            there = accumulate(self._of_round(entry.kept) for entry in self._each)
+            there = accumulate(self.of_round(entry.kept) for entry in self._each)
             peak = max(kept + entry.backward for kept, entry in zip(there, self._each, strict=True))
         if self._plan.clip_mode == "two-pass":
             peak = max(peak, shapes.block_working_bytes)
@@ -161,5 +170,6 @@ class Ledger:
             "backward of the embedding": max(0, sizes.embedding_working_bytes(shapes) - all_kept),
         }
 
-    def _of_round(self, num_bytes: int) -> int:
+    def of_round(self, num_bytes: int) -> int:
+        """`num_bytes` of a micro-batch, for all that go through the layers together."""
         return self._plan.round_micro_batches * num_bytes

@@ -77,7 +77,9 @@ class Travel:
         read_s, reread_s = _beyond(self._land, self._reads_s), _beyond(self._land, self._reads_s * self._visited)
         back_link_s = link.seconds(refetch + stays + sums, 0.0 if self._two_pass else sums + drained)
         back_s = max(parts.backward_s.sum() + parts.sums_s.sum(), back_link_s, num_rounds * reread_s)
-        again_s = parts.again_s.sum() + parts.device_s.sum()
+        # Only slots of states come before the second pass, and go after it.
+        states_s = _beyond(plan.disk_slots, parts.state_s) + _beyond(plan.disk_slots, parts.spill_s)
+        again_s = max(parts.again_s.sum() + parts.device_s.sum(), reread_s + states_s)
         shared = self._again * self._blocks.shared_bytes.sum()
         h2d = first_fetch + (num_rounds - 1) * fetch + refetch + inputs + shared
         read_both_s = num_rounds * (read_s + reread_s)
@@ -86,7 +88,7 @@ class Travel:
             later_s=(num_rounds - 1)
             * max(link.seconds(fetch, stays / num_rounds), read_s, self._forward_s(updates=False)),
             backward_s=max(back_s, self._backward_s()),
-            again_s=max(again_s, link.seconds(refetch, drained), reread_s) if self._two_pass else 0.0,
+            again_s=max(again_s, link.seconds(refetch, drained)) if self._two_pass else 0.0,
             link_s=h2d / link.h2d_Bps + (inputs + shared + drained) / link.d2h_Bps,
             disk_s=parts.state_s.sum() + parts.spill_s.sum() + read_both_s,
         )
@@ -100,13 +102,11 @@ class Travel:
     def _forward_s(self, updates: bool) -> float:
         """Of one round, stretch by stretch. `updates`: those on the device, of the step before, are yet to be done."""
         each_s = self._parts.forward_s / self._num_rounds + (self._parts.device_s if updates else 0.0)
-        leaves = self._beyond_each(
-            self._plan.act_slots + 1, self._inputs / self._num_rounds
-        )  # one may have left before
+        # The first input of a stretch may have left before it.
+        leaves = self._beyond_each(self._plan.act_slots + 1, self._inputs / self._num_rounds)
         fetched = self._beyond_each(self._plan.weight_slots, self._blocks.fetched_bytes)
-        stretches_s = (
-            self._of_each(each_s[1:-1]), self._link.seconds(fetched, leaves), self._beyond_each(self._land, self._reads_s),
-        )  # fmt: skip
+        device_s, reads_s = self._of_each(each_s[1:-1]), self._beyond_each(self._land, self._reads_s)
+        stretches_s = (device_s, self._link.seconds(fetched, leaves), reads_s)
         return float(each_s[0] + each_s[-1] + np.max(stretches_s, axis=0).sum())
 
     def _backward_s(self) -> float:

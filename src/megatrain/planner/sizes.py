@@ -268,10 +268,9 @@ def program_ram_bytes(shapes: Shapes, device: str) -> int:
     return PROGRAM_RAM_BYTES[device] + (EXPERTS_RAM_BYTES if device == "cuda" and shapes.expert_share else 0)
 
 
-def unused_pool_bytes(shapes: Shapes, plan: Plan) -> int:
+def unused_pool_bytes(shapes: Shapes, keeps: bool) -> int:
     """What the framework's pool holds of the device and has no use for: places that were given away in pieces when
-    the tensor they were made for came back."""
-    keeps = any(block.activations == "keep" for block in plan.blocks)
+    the tensor they were made for came back. `keeps`: any block keeps all that is saved."""
     how = "experts" if shapes.expert_share else "kept" if keeps else "recomputed"
     return max(LEAST_UNUSED_BYTES, int(UNUSED_SHARE[how] * shapes.transient_bytes))
 

@@ -49,12 +49,11 @@ class DeadlockError(Exception):
 
 @dataclass(slots=True)
 class _Line:
-    """A lane: ops to come, whether one is in progress, the last one that ended, and what the next one waits for."""
+    """A lane: ops to come, whether one is in progress, the last one that ended."""
 
     queue: deque[int]
     is_busy: bool = False
     last: int | None = None
-    missing: str | None = None  # the token that it was last found waiting for
 
 
 @dataclass(slots=True)
@@ -65,7 +64,6 @@ class _Running:
     line: _Line
     left_s: float  # at full speed
     since_s: float
-    uses: Sequence[Use]
     speed: float = 1.0
     finish_s: float = field(init=False)
 
@@ -95,14 +93,21 @@ class _Run:
         self.schedule = schedule
         self.sharing = sharing
         self.alone_s = [seconds(op) for op in schedule]
+        self.uses = [sharing.uses(op) if sharing else () for op in schedule]
+        numbers: dict[Sequence[Use], int] = {}
+        self.alike = [numbers.setdefault(uses, len(numbers)) for uses in self.uses]  # one number: the same uses
         self.lines = {lane: _Line(deque()) for lane in Lane}
         for index, op in enumerate(schedule):
             self.lines[op.lane].queue.append(index)
+        recorded = {op.records: index for index, op in enumerate(schedule) if op.records is not None}
+        self.waits = [[recorded.get(token, -1) for token in op.waits] for op in schedule]  # -1: nobody records it
         self.start_s, self.finish_s = [0.0] * len(schedule), [0.0] * len(schedule)
         self.binding: list[int | None] = [None] * len(schedule)  # the op whose end let this one start
-        self.recorded: dict[str, int] = {}
+        self.is_done = [False] * len(schedule) + [False]
+        self.may_start = list(self.lines.values())  # lanes that something happened to
+        self.waiting: dict[int, list[_Line]] = {}  # an op -> lanes whose next op was last found waiting for it
         self.running: list[_Running] = []
-        self.speeds: dict[tuple[Sequence[Use], ...], list[float]] = {}  # of ops that ran at one time, by their uses
+        self.speeds: dict[tuple[int, ...], list[float]] = {}  # of ops that ran at one time
         self.now_s = 0.0
 
     def result(self) -> Simulation:
@@ -121,39 +126,40 @@ class _Run:
 
     def _starts_what_can(self) -> bool:
         """Whether anything runs now."""
-        for line in self.lines.values():
-            if line.is_busy or not line.queue or (line.missing is not None and line.missing not in self.recorded):
+        for line in self.may_start:
+            if line.is_busy or not line.queue:
                 continue
             index = line.queue[0]
-            op = self.schedule[index]
-            line.missing = next((token for token in op.waits if token not in self.recorded), None)
-            if line.missing is not None:
+            causes = self.waits[index]
+            missing = next((cause for cause in causes if not self.is_done[cause]), None)
+            if missing is not None:
+                self.waiting.setdefault(missing, []).append(line)
                 continue
             line.queue.popleft()
             line.is_busy = True
-            causes = [self.recorded[token] for token in op.waits] + ([] if line.last is None else [line.last])
+            if line.last is not None:
+                causes = [*causes, line.last]
             self.binding[index] = max(causes, key=self.finish_s.__getitem__, default=None)
             self.start_s[index] = self.now_s
-            uses = self.sharing.uses(op) if self.sharing else ()
-            self.running.append(_Running(index, line, self.alone_s[index], self.now_s, uses))
+            self.running.append(_Running(index, line, self.alone_s[index], self.now_s))
         return bool(self.running)
 
     def _finish_next(self) -> None:
         self.now_s = now_s = min([running.finish_s for running in self.running])
+        self.may_start = []
         for running in self.running:
             if running.finish_s <= now_s:
-                running.line.is_busy, running.line.last = False, running.index
-                self.finish_s[running.index] = now_s
-                token = self.schedule[running.index].records
-                if token is not None:
-                    self.recorded[token] = running.index
+                index, line = running.index, running.line
+                line.is_busy, line.last = False, index
+                self.finish_s[index], self.is_done[index] = now_s, True
+                self.may_start += [line, *self.waiting.pop(index, ())]
         self.running = [running for running in self.running if running.finish_s > now_s]
 
     def _share(self, sharing: Sharing) -> None:
         """The speed of every op in progress; one whose speed stays the same keeps its exact finish."""
-        together = tuple([running.uses for running in self.running])
+        together = tuple([self.alike[running.index] for running in self.running])
         if together not in self.speeds:
-            self.speeds[together] = _speeds(together, sharing.capacity)
+            self.speeds[together] = _speeds([self.uses[running.index] for running in self.running], sharing.capacity)
         for running, speed in zip(self.running, self.speeds[together], strict=True):
             if speed != running.speed:
                 running.set_speed(speed, self.now_s)
@@ -171,7 +177,8 @@ class _Run:
         for lane, line in self.lines.items():
             if line.queue:
                 op = self.schedule[line.queue[0]]
-                missing = ", ".join(token for token in op.waits if token not in self.recorded)
+                causes = zip(op.waits, self.waits[line.queue[0]], strict=True)
+                missing = ", ".join(token for token, cause in causes if not self.is_done[cause])
                 lines.append(f"  {lane}: op {line.queue[0]} ({op.kind} {op.segment or '-'}) waits for {missing}")
         return "\n".join(lines)
 
