@@ -243,15 +243,28 @@ def test_what_a_run_needs_at_least_is_enough_and_less_is_not() -> None:
     assert least_bytes(with_memory(asked, 0.5, 60), "ram") is None
 
 
+DEEP = spec_of(120, 4096)
+WINDOWED = replace(DEEP, attention=tuple(AttentionShape(32, 128, None if i % 6 == 5 else 1024) for i in range(120)))
+
+
 @pytest.mark.parametrize(
-    ("hbm_gib", "ram_gib", "most_simulated"),
-    [(79, 400, 30), (23, 400, 15), (139, 1400, 60), (23, 150, 45), (79, 150, 20)],
-    ids=["roomy", "capped", "all in HBM", "capped, with a disk", "with a disk"],
+    ("spec", "length", "hbm_gib", "ram_gib", "most_simulated"),
+    [
+        (DEEP, 8192, 79, 400, 10),
+        (DEEP, 8192, 23, 400, 5),
+        (DEEP, 8192, 139, 1400, 10),
+        (DEEP, 8192, 23, 150, 5),
+        (DEEP, 8192, 79, 150, 5),
+        (DEEP, 2048, 79, 150, 10),
+        (WINDOWED, 8192, 139, 1400, 25),
+    ],
+    ids=["roomy", "capped", "all in HBM", "capped, disk", "disk", "short rows, disk", "windows"],
 )
 def test_the_search_is_quick_at_120_layers(
-    hbm_gib: int, ram_gib: int, most_simulated: int, monkeypatch: pytest.MonkeyPatch
+    spec: ModelSpec, length: int, hbm_gib: int, ram_gib: int, most_simulated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seconds differ by machine; how many of several hundred plans the floor does not leave out does not."""
+    """How many of several hundred plans the floor does not leave out; and seconds, the least of a few, as others may
+    have had the core's caches."""
     simulated = 0
 
     def counted(work: Workload, plan: Plan) -> Prediction:
@@ -260,16 +273,14 @@ def test_the_search_is_quick_at_120_layers(
         return predict(work, plan)
 
     monkeypatch.setattr(family, "predict", counted)
-    asked = question(spec_of(120, 4096), max_length=8192, micro_batch_tokens=16384, train_batch_size=64)
-    before = time.process_time()
-    search(with_memory(asked, hbm_gib, ram_gib))
-    taken_s = time.process_time() - before
-    assert 0 < simulated <= most_simulated
-    if taken_s >= 2.0:  # others may have had the core's caches: once more
-        before = time.process_time()
+    asked = question(spec, max_length=length, micro_batch_tokens=16384, train_batch_size=64 * 8192 // length)
+    taken_s: list[float] = []
+    while not taken_s or (min(taken_s) >= 2.0 and len(taken_s) < 4):
+        simulated, before = 0, time.process_time()
         search(with_memory(asked, hbm_gib, ram_gib))
-        taken_s = time.process_time() - before
-    assert taken_s < 2.0
+        taken_s.append(time.process_time() - before)
+        assert 0 < simulated <= most_simulated
+    assert min(taken_s) < 2.0
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.floats(0, 0.999), st.booleans())

@@ -85,7 +85,7 @@ def _cheapest(question: Question) -> Plan | None:
             if found_s < best_s:
                 best, best_s = first.plan, found_s
             continue
-        for filled in _filled(question, first.plan, *fillings):
+        for filled in map(_without_idle_slots, _filled(question, first.plan, *fillings)):
             if filled not in seen:
                 seen.add(filled)
                 note(filled, is_full=True)
@@ -265,6 +265,11 @@ def _with_slots(question: Question, plan: Plan) -> Plan:
     if sum(block.weights == "pool" for block in plan.blocks) != 1:
         return plan
     return replace(plan, weight_slots=question.config.weight_slots or 1, grad_slots=1)
+
+
+def _without_idle_slots(plan: Plan) -> Plan:
+    """`plan` without the slots for inputs that none passes through any more: two ways led to it."""
+    return plan if plan.offloaded or not plan.act_slots else replace(plan, act_slots=0)
 
 
 def _with_residents(plan: Plan, count: int, head_first: bool = True) -> Plan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatrain.planner.account import Question
-from megatrain.planner.parts import Part, Parts
+from megatrain.planner.parts import Columns, Part, Parts
 from megatrain.planner.passes import Link, Passes, Travel
 from megatrain.schedule.build import rounds
 from megatrain.schedule.plan import Plan
@@ -30,28 +32,31 @@ class Floor:
         if plan.clip_mode == "two-pass":
             step_s = self._two_passes_s(plan, parts, passes)
         else:
-            step_s = self._deferred_s(plan, parts, passes, num_rounds)
+            step_s = self._deferred_s(plan, parts, columns, passes, num_rounds)
         beside_s = passes.link_s + passes.disk_s + float(columns.host_s.sum())
         return float(max(step_s, passes.disk_s) + self._work.rates.step_s + BESIDE_SHARE * beside_s)
 
-    def _deferred_s(self, plan: Plan, parts: Sequence[Part], passes: Passes, num_rounds: int) -> float:
+    def _deferred_s(
+        self, plan: Plan, parts: Sequence[Part], columns: Columns, passes: Passes, num_rounds: int
+    ) -> float:
         """After the update of a segment, its forward and what follows is still to come."""
-        later_s = passes.backward_s + passes.later_s
-        forward_s = sum([part.forward_s for part in parts]) / num_rounds
-        fetches_s = sum([part.fetched_bytes + part.own_bytes for part in parts]) / self._link.h2d_Bps
-        landing = _Landing(plan.disk_slots)
-        updated_s, least_s = 0.0, passes.first_s + later_s
+        fetch_s = (columns.fetched_bytes + columns.own_bytes) / self._link.h2d_Bps
+        forward_s = columns.forward_s[::-1].cumsum()[::-1] / num_rounds  # of a segment and all behind it
+        fetches_s = fetch_s[::-1].cumsum()[::-1]
+        updated_s = self._updated_s(plan, parts) if plan.disk_slots else columns.host_s.cumsum()
+        ends_s = (updated_s + np.maximum(fetch_s + forward_s, fetches_s))[columns.host_s > 0]
+        return passes.backward_s + passes.later_s + max(passes.first_s, ends_s.max(initial=0.0))
+
+    def _updated_s(self, plan: Plan, parts: Sequence[Part]) -> np.ndarray:
+        """When each update on the host ends, one behind the other, each with its state from the disk."""
+        landing, now_s, ends_s = _Landing(plan.disk_slots), 0.0, []
         for part in parts:
-            fetch_s = (part.fetched_bytes + part.own_bytes) / self._link.h2d_Bps
-            if part.host_s:
-                landed_s = landing.brings(part.state_s + part.weights_s) if part.state_s else 0.0
-                updated_s = max(updated_s, landed_s) + part.host_s
-                if part.state_s:
-                    landing.updated(updated_s, part.spill_s)
-                least_s = max(least_s, updated_s + max(fetch_s + forward_s, fetches_s) + later_s)
-            forward_s -= part.forward_s / num_rounds
-            fetches_s -= fetch_s
-        return least_s
+            landed_s = landing.brings(part.state_s + part.weights_s) if part.state_s else 0.0
+            now_s = max(now_s, landed_s) + part.host_s
+            if part.state_s:
+                landing.updated(now_s, part.spill_s)
+            ends_s.append(now_s)
+        return np.array(ends_s)
 
     def _two_passes_s(self, plan: Plan, parts: Sequence[Part], passes: Passes) -> float:
         """In the second backward a gradient leaves its slot for a landing slot, which the update before it frees."""
