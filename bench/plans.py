@@ -132,6 +132,7 @@ def line_of(setting: Setting, run: Planned, price: Price, seen: Run) -> dict[str
     step_s = statistics.median(seen.steps_s)
     told = chosen(run, price)
     hbm, ram = run.table.total_bytes("hbm"), run.table.total_bytes("ram")
+    program = sizes.program_ram_bytes(run.question.shapes, run.machine.device)
     before = seen.marks["begun"]
     return {
         "system": "megatrain", "setting": setting.name, "process": "own", **asked(setting), **told,
@@ -146,7 +147,7 @@ def line_of(setting: Setting, run: Planned, price: Price, seen: Run) -> dict[str
         "outside_pool_bytes": {name: at.outside for name, at in seen.marks.items()},
         "unused_pool_bytes": max(0, seen.marks["end"].reserved - seen.peak_allocated_bytes),
         "peak_allocated_bytes": seen.peak_allocated_bytes,
-        "program_ram_bytes": seen.peak_ram_bytes - ram + sizes.program_ram_bytes(run.question.shapes, run.machine.device),
+        "program_ram_bytes": seen.peak_ram_bytes - ram + program,
         "rss_before_bytes": before.rss,
         "marks": {name: asdict(at) for name, at in seen.marks.items()},
         "working_bytes": seen.working_bytes,

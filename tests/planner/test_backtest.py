@@ -9,7 +9,12 @@ import pytest
 
 from bench.plan_again import again, recorded
 from bench.planning import H200, PAGE, alone, backtest, measured_steps, predicted
-from megatrain.planner.sizes import backward_working_bytes, embedding_working_bytes, head_working_bytes
+from megatrain.planner.sizes import (
+    backward_working_bytes,
+    embedding_working_bytes,
+    head_working_bytes,
+    program_ram_bytes,
+)
 
 TOLERANCE = 0.10
 STEPS = measured_steps()
@@ -45,30 +50,30 @@ def test_the_page_shows_every_measured_step() -> None:
 
 
 ALONE = [row for row in recorded(H200)[0] if alone(row)]
-FASTER_CPU = {("76279b39", "experts"), ("76279b39", "7b")}  # than doctor's: 6.0 and 6.3 Gparam/s for 4.3
 
 
 @pytest.mark.parametrize("row", ALONE, ids=lambda row: f"{row['run']}-{row['setting']}")
 def test_what_the_planner_chose_was_predicted(row: Mapping[str, Any]) -> None:
-    """Of settings measured in a process of their own: seconds to a tenth, HBM to 2 % and never too little."""
+    """Of settings measured in a process of their own: seconds to a tenth, bytes to 2 % and never too few. Where no more
+    than the program is in RAM, what it takes depends by 0.2 GB on which kernels were found compiled."""
     made = again(row)
-    assert 1.0 <= made.bytes_ratio("hbm") <= 1.02
-    if (row["run"], row["setting"]) in FASTER_CPU:
-        rates = row["made_of"]["rates"] | {"update_params_per_s": 6.1e9, "dram_Bps": 28 * 6.1e9}
-        made = again({**row, "made_of": row["made_of"] | {"rates": rates}})
     assert abs(made.step_ratio - 1) < TOLERANCE
+    assert 1.0 <= made.bytes_ratio("hbm") <= 1.02
+    program = program_ram_bytes(made.question.shapes, "cuda")
+    assert made.bytes_ratio("ram") >= 1.0
+    assert made.bytes_ratio("ram") <= 1.02 or made.table.total_bytes("ram") == program <= row["peak_ram_bytes"] + 2e8
 
 
 @pytest.mark.parametrize("row", ALONE, ids=lambda row: f"{row['run']}-{row['setting']}")
 def test_working_memory_is_what_was_seen(row: Mapping[str, Any]) -> None:
-    """Each kind of op by itself, so that no error hides another; of experts the backward is counted too high."""
+    """Each kind of op by itself, so that no error hides another."""
     made, seen = again(row), row["working_bytes"]
     shapes = made.question.shapes
     is_kept = all(block.activations == "keep" for block in made.plan.blocks)
     backward = max(backward_working_bytes(shapes, block.name, is_kept) for block in made.plan.blocks)
     assert head_working_bytes(shapes) == pytest.approx(seen["HEAD"][0], rel=1e-3)
     assert embedding_working_bytes(shapes) == pytest.approx(seen["EMBED_BACKWARD"][0], rel=0.03)
-    assert backward == pytest.approx(seen["BACKWARD"][0], rel=0.2 if shapes.expert_share else 1e-3)
+    assert backward == pytest.approx(seen["BACKWARD"][0], rel=0.01 if shapes.expert_share else 1e-3)
 
 
 def test_enough_was_measured() -> None:

@@ -35,6 +35,7 @@ class Model:
     widths: int  # Σ (inputs + outputs) of a block's matrices, for one token
     saved: int  # elements that autograd saves of a block for one token, without lse
     widest: int  # of a block's matrices, for one token
+    chosen: int  # experts of a token
     largest: int  # gradients that are in the compute dtype at one time, elements
     tensor: int  # the largest of a block
     hidden: int
@@ -70,7 +71,8 @@ def gpt_oss(length: int) -> Model:
         # q k v, what they read, what attention gives, h behind it, what the router reads and gives; experts
         saved=q + 2 * kv + d + q + d + (d + e) + 4 * e + k * (d + 2 * f + f + d),
         widest=k * 2 * f,
-        largest=e * (d * 2 * f + f * d),
+        chosen=k,
+        largest=0,
         tensor=e * d * 2 * f,
         hidden=d,
         vocab=v,
@@ -96,6 +98,7 @@ def dense(length: int) -> Model:
         widths=4 * 2 * d + 2 * (d + f),
         saved=4 * d + d + d + d + f + f,  # q k v and what they read, attention, h behind it, three of the MLP
         widest=f,
+        chosen=0,
         largest=d * f,
         tensor=d * f,
         hidden=d,
@@ -199,8 +202,11 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
     round_size = plan["round_micro_batches"]
     aside, slots = offloaded(shown)
     saved = T * (2 * model.saved + model.attended - 2 * model.attended_width)  # lse in fp32
+    first = T * model.widest * 2 + model.largest * 2
+    if model.chosen:  # the gradients of what experts gave, with their weight and without, and where they go
+        first = T * (2 * model.widest + 24 * model.chosen) * 2
     working = {
-        "backward of a block": saved + T * d * 2 + T * model.widest * 2 + model.largest * 2,
+        "backward of a block": max(saved + T * d * 2 + first, 2 * model.block + 16 * T * d),
         "head and loss": CHUNK * v * 2 + max(v * d * 2, CHUNK * v * 2) + CHUNK * d * 2 + 5 * T * d * 2,
         "backward of the embedding": 12 * T * d,
     }
@@ -222,7 +228,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         f"working memory ({peak})": working[peak],
         "rotary tables of a round": round_size * T * model.rotary,
         "unused pieces of the working memory": max(
-            128 * MIB, (1.5 if model.experts else 0.25) * 2 * max(v * d, CHUNK * v, T * model.widest, model.tensor)
+            128 * MIB, (2.2 if model.experts else 0.25) * 2 * max(v * d, CHUNK * v, T * model.widest, model.tensor)
         ),
         "CUDA libraries": 860 * MIB,
         "weights": 2 * parameters(model, away),
@@ -230,7 +236,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "gradients": 4 * (plan["grad_landing_slots"] * largest if two_passes(shown) else parameters(model, away)),
         "landing slots of the disk": landing,
         "optimizer state on disk": 10 * parameters(model, places["disk"]),
-        "program and libraries": 2000 * MIB,
+        "program and libraries": (1800 + (64 if model.experts else 0)) * MIB,
         "checkpoint writer": 96 * MIB if copies else 0,
         f"checkpoints ({copies})": copies * 12 * model.total,
     }

@@ -35,9 +35,9 @@ LAST_FLOWS = 8  # boundaries, where a compiled backward ends: gradients of q, k,
 POST_NORM_FLOWS = 2  # boundaries, where a norm stands behind the last matrix: 2.00 seen of Gemma 3
 TAIL_FLOWS = 14  # boundaries, where the last norm is differentiated, which no compiler sees
 # What the pool has no use for: of the largest tensor that comes and goes, at least so much. Seen of 14 plans, each in a
-# process of its own, on an H200: 0.59 to 0.81 of it where blocks keep what they compute, else 65 to 111 MB, or 0.2.
-# Where experts are chosen it was 2.1, and their backward 0.7 GB less than counted: 1.65 is both together.
-UNUSED_SHARE = {"kept": 0.9, "experts": 1.65, "recomputed": 0.25}
+# process of its own, on an H200: 0.59 to 0.81 of it where blocks keep what they compute, else 65 to 111 MB, or 0.2;
+# where experts are chosen 1.8 and 2.1.
+UNUSED_SHARE = {"kept": 0.9, "experts": 2.2, "recomputed": 0.25}
 LEAST_UNUSED_BYTES = 128 * MIB
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms on a CPU, by compute_bytes (fp32: 9.7 seen)
 
@@ -87,16 +87,21 @@ class Shapes:
         return {b.name: int(token_bytes * saved.linear_elements(b, share)) for b in self.spec.blocks}
 
     @cached_property
-    def widest_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """Block -> (the widest of what its matrices take and give for one micro-batch, the largest gradient of one)."""
-        token_bytes, size = self.micro_batch_tokens * self.compute_bytes, self.compute_bytes
-        return {
-            block.name: (
-                int(token_bytes * saved.widest_elements(block, self.expert_share)),
-                saved.largest_gradient_elements(block) * size,
-            )
-            for block in self.spec.blocks
-        }
+    def widest_bytes(self) -> Mapping[str, int]:
+        """Block -> the widest of what its matrices take and give for one micro-batch; of experts those chosen."""
+        token_bytes, share = self.micro_batch_tokens * self.compute_bytes, self.expert_share
+        return {block.name: int(token_bytes * saved.widest_elements(block, share)) for block in self.spec.blocks}
+
+    @cached_property
+    def first_bytes(self) -> Mapping[str, int]:
+        """Block -> what a compiled backward begins with, beside what is saved: where the last matrix is differentiated,
+        the widest gradient and that of the largest matrix; of chosen experts the gradients of what they gave."""
+        token_bytes, table = self.micro_batch_tokens * self.compute_bytes, {}
+        for block in self.spec.blocks:
+            matrix = self.widest_bytes[block.name] + saved.largest_gradient_elements(block) * self.compute_bytes
+            experts = int(token_bytes * saved.returned_elements(block, self.expert_share))
+            table[block.name] = experts or matrix
+        return table
 
     @cached_property
     def post_normed(self) -> Mapping[str, bool]:
@@ -114,7 +119,7 @@ class Shapes:
         weight = max(t.num_elements for block in self.spec.blocks for t in block.tensors)
         logits = self.loss_chunk_tokens * self.spec.vocab_size
         largest = max(embedding_of(self.spec).num_elements, logits, weight) * self.compute_bytes
-        return max(largest, *(widest for widest, _ in self.widest_bytes.values()))
+        return max(largest, *self.widest_bytes.values())
 
     @cached_property
     def call_bytes(self) -> int:
@@ -239,9 +244,8 @@ def backward_working_bytes(shapes: Shapes, block: str, is_kept: bool) -> int:
     grads = shapes.layouts[block].num_trainable * shapes.compute_bytes
     if not shapes.compiled:
         return 4 * flow + grads + (0 if is_kept else saved_bytes)
-    widest, largest = shapes.widest_bytes[block]
     behind = POST_NORM_FLOWS * flow if shapes.post_normed[block] else 0
-    first = widest + largest + behind + (0 if is_kept else saved_bytes + flow)
+    first = shapes.first_bytes[block] + behind + (0 if is_kept else saved_bytes + flow)
     return max(first, grads + LAST_FLOWS * flow - (saved_bytes if is_kept else 0))
 
 
