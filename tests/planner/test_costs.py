@@ -9,10 +9,13 @@ import pytest
 
 from megatrain.hardware.described import read_machine
 from megatrain.models.layout import layout_of
+from megatrain.models.spec import ModelSpec
+from megatrain.models.spec_of import model_spec
 from megatrain.planner import Workload, predict
 from megatrain.planner.costs import ADD_BYTES, CONTENT_BYTES, LINEAR_SHARE, content_bytes
 from megatrain.planner.sizes import Shapes, slot_bytes
 from megatrain.schedule import Kind, Lane, Op, Place, Plan, Schedule, Use, build
+from tests.families import tiny_config
 from tests.planner.test_planner import spec_of
 from tests.schedule.plans import plan_of
 
@@ -80,6 +83,21 @@ def test_arithmetic_takes_its_flops_over_the_rate() -> None:
     assert whole - kept == pytest.approx(forward - RATES.op_s, rel=1e-6), "recomputing is one more forward"
     adds = SHAPES.layouts["L000"].num_trainable * ADD_BYTES / RATES.hbm_Bps
     assert kept > 2 * products / (LINEAR_SHARE * RATES.matmul_flops_per_s) + adds
+
+
+def test_experts_that_all_run_cost_as_many_as_there_are() -> None:
+    spec = model_spec(tiny_config("qwen3_moe"))
+    block, layouts = spec.blocks[1], {segment.name: layout_of(segment) for segment in spec.segments}
+    experts = sum(tensor.num_elements for tensor in block.tensors if len(tensor.shape) == 3)
+    all_run = replace(block, traits=replace(block.traits, runs_all_experts=True))
+    segments = tuple(all_run if segment is block else segment for segment in spec.segments)
+
+    def expert_flops(of: ModelSpec) -> float:
+        shapes = Shapes(of, layouts, 2, 4096, 1024, compiled=True)
+        return Workload(shapes, RATES, 4, 1024, on_cpu=False).costs.forward_of(block.name).expert_flops
+
+    assert expert_flops(replace(spec, segments=segments)) == 2 * experts * 4096
+    assert 0 < expert_flops(spec) < 2 * experts * 4096
 
 
 def test_an_update_takes_host_memory_or_hbm() -> None:

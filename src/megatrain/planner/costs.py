@@ -144,6 +144,8 @@ class CostModel:
         block = shapes.spec.blocks[index]
         dense = sum(tensor.num_elements for tensor in block.tensors if len(tensor.shape) < 3)
         active = block_parameters(shapes.spec, index)
+        if block.traits.runs_all_experts:
+            active = sum(tensor.num_elements for tensor in block.tensors)
         num_documents = max(1, tokens // self.document_tokens)
         attention = num_documents * attention_flops(shapes.spec, index, [self.document_tokens])
         return Work(

@@ -72,8 +72,8 @@ def _cheapest(question: Question) -> Plan | None:
     heap: list[_Candidate] = []
 
     def note(plan: Plan, is_full: bool) -> None:
-        least_s = floor(plan if is_full else lightest(plan)) + _wear_s(question, plan)
-        heappush(heap, _Candidate(least_s, next(turns), plan, is_full))
+        least_s = floor(plan) if is_full else floor.least(*lightest(plan, fillings[0]))
+        heappush(heap, _Candidate(least_s + _wear_s(question, plan), next(turns), plan, is_full))
 
     for placed in _placed(question):
         note(placed, is_full=False)
@@ -92,9 +92,11 @@ def _cheapest(question: Question) -> Plan | None:
     return best
 
 
-def lightest(plan: Plan) -> Plan:
-    """`plan` with all that could ever be kept on the device: no filling of it is faster."""
-    return changed_at(plan, range(1, len(plan.segments) - 1), changes.ALL_KEPT)
+def lightest(plan: Plan, attention: Filling) -> tuple[Plan, Plan]:
+    """`plan` with all that could ever be kept on the device, and with all that attention gives: of both together no
+    filling is faster."""
+    blocks = range(1, len(plan.segments) - 1)
+    return changed_at(plan, blocks, changes.ALL_KEPT), steps_of(plan, attention)(len(attention))
 
 
 @contextmanager

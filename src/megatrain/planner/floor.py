@@ -26,7 +26,21 @@ class Floor:
         self._parts = Parts(work)
 
     def __call__(self, plan: Plan) -> float:
-        parts, columns = self._parts.of(plan)
+        return self._of(plan, *self._parts.of(plan))
+
+    def least(self, kept: Plan, attending: Plan) -> float:
+        """Of every plan whose blocks are placed as in one of the two or heavier. A second pass finds nothing of what
+        was kept whole, but what attention gave."""
+        (parts, columns), (others, _) = self._parts.of(kept), self._parts.of(attending)
+        if kept.clip_mode == "two-pass":
+            parts = [
+                part._replace(again_s=min(part.again_s, other.again_s))
+                for part, other in zip(parts, others, strict=True)
+            ]
+            columns = columns._replace(again_s=np.array([part.again_s for part in parts]))
+        return self._of(kept, parts, columns)
+
+    def _of(self, plan: Plan, parts: Sequence[Part], columns: Columns) -> float:
         num_rounds = len(rounds(self._work.num_micro_batches, plan.round_micro_batches))
         passes = Travel(plan, columns, num_rounds, self._link).passes()
         if plan.clip_mode == "two-pass":
