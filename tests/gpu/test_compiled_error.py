@@ -1,4 +1,4 @@
-"""Compiled layers are as accurate as eager ones (error against fp32, forward and gradients), and take no host memory."""
+"""Compiled layers are as accurate as eager ones (error against fp32, forward and gradients), and pin no memory."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_compiled_error_is_at_most_a_tenth_above_eager():
 
 
 def test_compiling_takes_no_pinned_memory_where_hbm_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The compiler times its candidates on copies of what they overwrite, and puts those into pinned RAM where HBM never
-    held as much: 1 GiB that no plan knew of."""
+    """The compiler times its candidates on copies of what they overwrite, and puts those into pinned RAM where HBM
+    never held as much: 1 GiB that no plan knew of."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing was timed before
     torch.compiler.reset()
     layer(torch.bfloat16, compiled=True, before_backward=torch.cuda.reset_peak_memory_stats)

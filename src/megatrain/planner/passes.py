@@ -83,14 +83,17 @@ class Travel:
         shared = self._again * self._blocks.shared_bytes.sum()
         h2d = first_fetch + (num_rounds - 1) * fetch + refetch + inputs + shared
         read_both_s = num_rounds * (read_s + reread_s)
+        first_link_s, other_link_s = (
+            link.seconds(first_fetch, stays / num_rounds),
+            link.seconds(fetch, stays / num_rounds),
+        )
         return Passes(
-            first_s=max(link.seconds(first_fetch, stays / num_rounds), read_s, self._forward_s(not self._two_pass)),
-            later_s=(num_rounds - 1)
-            * max(link.seconds(fetch, stays / num_rounds), read_s, self._forward_s(updates=False)),
-            backward_s=max(back_s, self._backward_s()),
-            again_s=max(again_s, link.seconds(refetch, drained)) if self._two_pass else 0.0,
-            link_s=h2d / link.h2d_Bps + (inputs + shared + drained) / link.d2h_Bps,
-            disk_s=parts.state_s.sum() + parts.spill_s.sum() + read_both_s,
+            first_s=float(max(first_link_s, read_s, self._forward_s(updates=not self._two_pass))),
+            later_s=float((num_rounds - 1) * max(other_link_s, read_s, self._forward_s(updates=False))),
+            backward_s=float(max(back_s, self._backward_s())),
+            again_s=float(max(again_s, link.seconds(refetch, drained))) if self._two_pass else 0.0,
+            link_s=float(h2d / link.h2d_Bps + (inputs + shared + drained) / link.d2h_Bps),
+            disk_s=float(parts.state_s.sum() + parts.spill_s.sum() + read_both_s),
         )
 
     @cached_property
@@ -120,8 +123,9 @@ class Travel:
         shared = np.zeros_like(self._inputs) if self._two_pass else self._blocks.shared_bytes
         sums = self._beyond_each(plan.grad_slots, shared)
         first_s = np.maximum(least_s, link.seconds(comes, sums)).sum()
-        # Of a gradient slot a block has the turn until its sum came, was added to and went home.
-        turns_s = (device_s + sums / link.h2d_Bps + sums / link.d2h_Bps) / max(1, plan.grad_slots)
+        # Of a gradient slot a block that is trained has the turn until its sum came, was added to and went home.
+        adds_s = self._of_each(np.where(shared > 0, backward_s[1:-1], 0.0)) / self._num_rounds
+        turns_s = (adds_s + sums / link.h2d_Bps + sums / link.d2h_Bps) / max(1, plan.grad_slots)
         later_s = np.max((least_s, link.seconds(comes + sums, sums), turns_s), axis=0).sum()
         return float(backward_s[0] + backward_s[-1] + first_s + (self._num_rounds - 1) * later_s)
 
