@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatrain.config import RunConfig, resolved
@@ -34,6 +34,7 @@ from megatrain.planner.family import (
     _streamed,
     _wear_s,
     _with_residents,
+    _without_idle_slots,
     cost_s,
     lightest,
 )
@@ -226,13 +227,23 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_no_plan_costs_less_than_its_f
     floor, fillings, costs_s = Floor(asked), _fillings(asked), []
     for placed in _placed(asked):
         least_s = floor.least(*lightest(placed, fillings[0]))
-        for filled in _filled(asked, placed, *fillings):
+        for filled in map(_without_idle_slots, _filled(asked, placed, *fillings)):
             floor_s, found_s = floor(filled), cost_s(asked, filled)
             assert least_s <= floor_s * (1 + 1e-9), filled
             assert floor_s + _wear_s(asked, filled) <= found_s * (1 + 1e-9), filled
             costs_s.append(found_s)
-    if costs_s:
-        assert cost_s(asked, search(asked)) == pytest.approx(min(costs_s))
+    assume(costs_s)
+    assert cost_s(asked, search(asked)) == pytest.approx(min(costs_s))
+
+
+def test_a_gradient_slot_is_held_by_blocks_that_are_trained_alone() -> None:
+    """With one slot, and frozen blocks between those that need it: these are computed while it travels. (Were they
+    counted, the floor would be a tenth too high.)"""
+    asked = question(with_frozen(spec_of(24, 2048), range(2, 25, 2)), train_batch_size=20, round_micro_batches=1)
+    rates = replace(H200.rates, h2d_Bps=1e11, d2h_Bps=1e11, link_both_Bps=1e15, dram_Bps=1e15, update_params_per_s=1e13)
+    asked = replace(asked, work=replace(asked.work, rates=rates))
+    plan = replace(_streamed(asked, 1, "recompute"), grad_slots=1)
+    assert Floor(asked)(plan) <= cost_s(asked, plan) * (1 + 1e-9)
 
 
 def test_the_floor_counts_no_way_home_of_a_gradient_that_is_used_up_on_the_device() -> None:

@@ -145,8 +145,9 @@ class ModelTemplate:
         dtype where eager rounds; otherwise one layer would have two graphs with different results.
         """
         torch._inductor.config.emulate_precision_casts = True
-        # Nothing is chosen by a clock. Padded products sum in another order; and candidates for a kernel are timed on
-        # copies of what it overwrites, in pinned RAM where HBM is short: 1 GiB that no plan knew of (Qwen2.5 7B).
+        # Nothing is chosen by a clock (nor is a reduction, where sums are to repeat). Padded products sum in another
+        # order; and candidates for a kernel are timed on copies of what it overwrites, in pinned RAM where HBM is
+        # short: 1 GiB that no plan knew of (Qwen2.5 7B).
         torch._inductor.config.shape_padding = False
         torch._inductor.config.triton.autotune_pointwise = False
         torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -82,18 +82,14 @@ class CostModel:
 
     def cost(self, op: Op) -> Cost:
         """Both, looked up: ops of one kind and segment cost the same at every micro-batch."""
-        return self.cost_of(op, op.segment)
-
-    def cost_of(self, op: Op, segment: str) -> Cost:
-        """The cost of `op` if it were for `segment`."""
-        key = (segment, *_alike(op))
+        key = (op.segment, *_alike(op))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._count(op, segment)
+            known = self._known[key] = self._count(op)
         return known
 
-    def _count(self, op: Op, segment: str) -> Cost:
-        scale = self.rates.scale.get(op.kind, 1.0)
+    def _count(self, op: Op) -> Cost:
+        scale, segment = self.rates.scale.get(op.kind, 1.0), op.segment
         if op.kind in _WORK:
             work = _WORK[op.kind](self, op, segment)
             seconds = scale * self._work_seconds(work)
@@ -215,7 +211,7 @@ class VisitCosts:
         known = self._known.get(key)
         if known is None:
             count = 1.0 if op.micro_batch is None else self.micro_batches
-            cost = self.model.cost_of(op, op.segment)
+            cost = self.model.cost(op)
             known = self._known[key] = Cost(count * cost.seconds, cost.uses)
         return known
 

@@ -30,7 +30,7 @@ class Part(NamedTuple):
     weights_s: float  # to read them from the disk
     state_s: float
     spill_s: float
-    way: float  # blocks of one number travel alike, and take about as long
+    way: float  # stretches of blocks are cut where it changes
 
 
 class Columns(NamedTuple):
@@ -51,6 +51,9 @@ class Columns(NamedTuple):
     state_s: np.ndarray
     spill_s: np.ndarray
     way: np.ndarray
+
+
+assert Columns._fields == Part._fields
 
 
 class Parts:

@@ -22,7 +22,7 @@ from megatrain.schedule.plan import Plan, SegmentPlan
 
 MIB = 1 << 20
 # Python, torch, transformers, tokenizer. Seen: 440 MB of a whole run on a CPU; on an H200, with CUDA and compiled
-# kernels, 1707 to 1818 MB of 14 plans (63 more where kernels are compiled anew), and 1890 with experts.
+# kernels, 1707 to 1818 MB of 13 plans (63 more where kernels are compiled anew), and 1890 of one with experts.
 PROGRAM_RAM_BYTES = {"cpu": 550 * MIB, "cuda": 1800 * MIB}
 EXPERTS_RAM_BYTES = 64 * MIB
 # CUDA context (527 MiB on an H200), loaded kernels (up to 263 more), workspaces of matrix products (64)
