@@ -19,24 +19,22 @@ from megatrain.planner import (
     Prediction,
     Question,
     Workload,
-    family,
+    cheapest,
     least_bytes,
     memory_table,
     predict,
     question_of,
     search,
 )
+from megatrain.planner.cheapest import cost_s, lightest, wear_s
 from megatrain.planner.family import (
-    _filled,
-    _fillings,
     _in_passes,
-    _placed,
     _streamed,
-    _wear_s,
     _with_residents,
-    _without_idle_slots,
-    cost_s,
-    lightest,
+    filled,
+    fillings,
+    placed,
+    without_idle_slots,
 )
 from megatrain.planner.floor import Floor
 from megatrain.planner.room import border
@@ -149,13 +147,13 @@ def test_blocks_that_attend_most_keep_it_first() -> None:
     shapes = [AttentionShape(16, 128, None if i % 3 == 0 else 1024) for i in range(10)]
     spec = replace(SMALL, attention=tuple(shapes))
     asked = question(spec, max_length=32768, micro_batch_tokens=32768, train_batch_size=32)
-    attention, everything = _fillings(asked)
+    attention, everything = fillings(asked)
     order = [index - 1 for index, _ in attention]
     assert order[:4] == [9, 6, 3, 0]
     assert order[4:] == sorted(order[4:], reverse=True)
     assert [index for index, _ in everything] == [*range(10, 0, -1)]
     with_recompute = question(spec, activations="recompute")
-    assert _fillings(with_recompute) == ([], [])
+    assert fillings(with_recompute) == ([], [])
 
 
 def test_blocks_below_all_that_is_trained_keep_nothing() -> None:
@@ -163,7 +161,7 @@ def test_blocks_below_all_that_is_trained_keep_nothing() -> None:
         replace(s, tensors=tuple(replace(t, trainable=i >= 6) for t in s.tensors)) for i, s in enumerate(SMALL.segments)
     ]
     asked = question(replace(SMALL, segments=tuple(segments)), max_length=32768, micro_batch_tokens=32768)
-    for filling in _fillings(asked):
+    for filling in fillings(asked):
         assert {index for index, _ in filling} == {6, 7, 8, 9, 10}
 
 
@@ -224,13 +222,13 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_no_plan_costs_less_than_its_f
     rates = replace(H200.rates, **{field: getattr(H200.rates, field) * factor for field, factor in times.items()})
     asked = replace(asked, work=replace(asked.work, rates=rates))
     asked = with_memory(asked, data.draw(st.floats(3, 14), "HBM"), data.draw(st.floats(3, 30), "RAM"))
-    floor, fillings, costs_s = Floor(asked), _fillings(asked), []
-    for placed in _placed(asked):
-        least_s = floor.least(*lightest(placed, fillings[0]))
-        for filled in map(_without_idle_slots, _filled(asked, placed, *fillings)):
-            floor_s, found_s = floor(filled), cost_s(asked, filled)
-            assert least_s <= floor_s * (1 + 1e-9), filled
-            assert floor_s + _wear_s(asked, filled) <= found_s * (1 + 1e-9), filled
+    floor, ways, costs_s = Floor(asked), fillings(asked), []
+    for start in placed(asked):
+        least_s = floor.least(*lightest(start, ways[0]))
+        for plan in map(without_idle_slots, filled(asked, start, *ways)):
+            floor_s, found_s = floor(plan), cost_s(asked, plan)
+            assert least_s <= floor_s * (1 + 1e-9), plan
+            assert floor_s + wear_s(asked, plan) <= found_s * (1 + 1e-9), plan
             costs_s.append(found_s)
     assume(costs_s)
     assert cost_s(asked, search(asked)) == pytest.approx(min(costs_s))
@@ -294,7 +292,7 @@ def test_the_search_is_quick_at_120_layers(
         simulated += 1
         return predict(work, plan)
 
-    monkeypatch.setattr(family, "predict", counted)
+    monkeypatch.setattr(cheapest, "predict", counted)
     asked = question(spec, max_length=length, micro_batch_tokens=16384, train_batch_size=64 * 8192 // length)
     taken_s: list[float] = []
     while not taken_s or (min(taken_s) >= 2.0 and len(taken_s) < 4):

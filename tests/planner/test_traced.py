@@ -13,7 +13,7 @@ from megatrain.errors import PlanError
 from megatrain.hardware.described import read_machine
 from megatrain.planner import Question, predict, question_of
 from megatrain.planner.chart import chart
-from megatrain.planner.family import search
+from megatrain.planner.cheapest import search
 from megatrain.planner.occupancy import occupancy
 from megatrain.planner.traced import Span, calibrate, matched, read_trace, spans_of
 from megatrain.schedule import Lane, Plan, Schedule, build, simulate

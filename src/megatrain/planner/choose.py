@@ -14,7 +14,8 @@ from megatrain.hardware.rates import Rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, free_bytes, memory_table, question_of
-from megatrain.planner.family import could_fit, least_bytes, search
+from megatrain.planner.cheapest import search
+from megatrain.planner.family import could_fit, least_bytes
 from megatrain.planner.sizes import resolved_tokens
 from megatrain.planner.table import TIERS, MemoryTable, gib
 from megatrain.schedule.plan import Plan, Tier

@@ -1,4 +1,4 @@
-"""Search: the fastest plan that fits. No torch.
+"""Family: the plans that may be chosen. No torch.
 
 What may be chosen is a fixed family of plans that does not depend on the budgets; of those that fit, the fastest in
 simulated time is taken, with wear of the disk counted as time. So more memory never gives a costlier plan: it only
@@ -11,30 +11,23 @@ are long.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count, pairwise, product
+from itertools import pairwise, product
 from typing import Literal
 
 from megatrain.errors import PlanError
 from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
-from megatrain.planner import changes, sizes
+from megatrain.planner import changes
 from megatrain.planner.account import Question, memory_table
 from megatrain.planner.changes import Filling, changed, changed_at, steps_of
-from megatrain.planner.floor import BESIDE_SHARE, Floor
-from megatrain.planner.prediction import predict
 from megatrain.planner.room import Room, border, room_bytes
 from megatrain.planner.table import TIERS
 from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Activations, Plan, SegmentPlan, Tier
 
-WEAR_S = 300e-12  # a byte written: 1 TB of a drive's endurance costs about what five minutes of a GPU do
-HELD_S = 1e-16  # a byte of the device: 100 GB of it outweigh no more than 10 us
 ACT_SLOTS = 2  # one is computed, one travels
 GRAD_SLOTS = 2  # in RAM, in two passes: one lands, one is used
 # Landing slots of the disk worth trying. Each but the first puts one more state on the disk, to be read and written by
@@ -49,95 +42,12 @@ FINEST = 60
 ClipMode = Literal["deferred", "two-pass"]
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """A plan that fits, and a time that no simulation of it can beat; or of anything that is made of it, if there may
-    be room for more."""
-
-    floor_s: float
-    turn: int  # the later, the larger: of equal ones the first is taken first
-    plan: Plan = field(compare=False)
-    is_full: bool = field(compare=False)
-
-
-def search(question: Question) -> Plan:
-    """The cheapest plan of the family that fits with something to spare, or the smallest plan there is."""
-    if not trains(question.shapes.spec):
-        return _to_read(question)
-    with _uncollected():
-        return _cheapest(question) or smallest(question)
-
-
-def _cheapest(question: Question) -> Plan | None:
-    """The least likely to be beaten first: what is filled up or simulated is what could still be the cheapest."""
-    floor, fillings, seen, turns = Floor(question), _fillings(question), set[Plan](), count()
-    heap: list[_Candidate] = []
-
-    def note(plan: Plan, is_full: bool) -> None:
-        least_s = floor(plan) if is_full else floor.least(*lightest(plan, fillings[0]))
-        heappush(heap, _Candidate(least_s + _wear_s(question, plan), next(turns), plan, is_full))
-
-    for placed in _placed(question):
-        note(placed, is_full=False)
-    best, best_s = None, float("inf")
-    while heap and heap[0].floor_s < best_s:
-        first = heappop(heap)
-        if first.is_full:
-            found_s = cost_s(question, first.plan)
-            if found_s < best_s:
-                best, best_s = first.plan, found_s
-            continue
-        for filled in map(_without_idle_slots, _filled(question, first.plan, *fillings)):
-            if filled not in seen:
-                seen.add(filled)
-                note(filled, is_full=True)
-    return best
-
-
-def lightest(plan: Plan, attention: Filling) -> tuple[Plan, Plan]:
-    """`plan` with all that could ever be kept on the device, and with all that attention gives: of both together no
-    filling is faster."""
-    blocks = range(1, len(plan.segments) - 1)
-    return changed_at(plan, blocks, changes.ALL_KEPT), steps_of(plan, attention)(len(attention))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No search for garbage in rings: a million tuples are made here, and none. Among all that torch and transformers
-    hold it took a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def cost_s(question: Question, plan: Plan) -> float:
-    """What the search makes small: seconds of a step, and as seconds its wear of the disk, what other lanes do, and,
-    to choose between plans that are as fast, the memory it takes."""
-    made = predict(question.work, plan)
-    beside_s = sum(seconds for lane, seconds in made.work_s.items() if lane is not Lane.COMPUTE)
-    taken_bytes = memory_table(question, plan).total_bytes(question.machine_tier)
-    return made.step_s + BESIDE_SHARE * beside_s + HELD_S * taken_bytes + _wear_s(question, plan)
-
-
-def _wear_s(question: Question, plan: Plan) -> float:
-    if not plan.disk_slots:
-        return 0.0
-    shapes = question.shapes
-    states = sum(sizes.state_bytes(shapes, s.name) for s in plan.segments if s.state_on_disk)
-    weights = sum(sizes.weights_bytes(shapes, s.name) for s in plan.segments if s.weights_on_disk and s.trainable)
-    return WEAR_S * (states + weights)
-
-
 def trains(spec: ModelSpec) -> bool:
     """Whether any tensor is trained; if none is, the model is only read."""
     return any(tensor.trainable for segment in spec.segments for tensor in segment.tensors)
 
 
-def _to_read(question: Question) -> Plan:
+def to_read(question: Question) -> Plan:
     """As many weights in HBM as fit, in as few rounds as fit: text is written token by token, each needs all."""
     for round_micro_batches in _round_sizes(question):
         streamed = _streamed(question, round_micro_batches, "recompute")
@@ -226,7 +136,7 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
     )
 
 
-def _placed(question: Question) -> Iterator[Plan]:
+def placed(question: Question) -> Iterator[Plan]:
     """Every plan of the family that may fit, before what is left of HBM is used up."""
     heads = (True,) if question.shapes.spec.tied else (False, True)  # a tied HEAD weighs nothing
     bases = product(_round_sizes(question), _inputs(question), _clip_modes(question), heads)
@@ -272,7 +182,7 @@ def _with_slots(question: Question, plan: Plan) -> Plan:
     return replace(plan, weight_slots=question.config.weight_slots or 1, grad_slots=1)
 
 
-def _without_idle_slots(plan: Plan) -> Plan:
+def without_idle_slots(plan: Plan) -> Plan:
     """`plan` without the slots for inputs that none passes through any more: two ways led to it."""
     return plan if plan.offloaded or not plan.act_slots else replace(plan, act_slots=0)
 
@@ -370,7 +280,7 @@ def _steps(most: int, factor: float, least: int = 1) -> list[int]:
     return found
 
 
-def _fillings(question: Question) -> tuple[Filling, Filling]:
+def fillings(question: Question) -> tuple[Filling, Filling]:
     """(Attention to keep where that saves more time for its bytes than to keep all, what saves most first; all
     activations to keep, from the last block on.) Both empty if the user says what is kept."""
     spec, names = question.shapes.spec, [segment.name for segment in question.shapes.spec.segments]
@@ -397,7 +307,7 @@ def _saved_s(question: Question, block: str, pool: str) -> float:
     return without_s - costs.seconds(forward((), kept)) - costs.seconds(backward(kept, ()))
 
 
-def _filled(question: Question, plan: Plan, attention: Filling, everything: Filling) -> Iterator[Plan]:
+def filled(question: Question, plan: Plan, attention: Filling, everything: Filling) -> Iterator[Plan]:
     """`plan` with what is left of HBM used up, in every way of the family; nothing if it does not fit itself."""
     has = room_bytes(question, plan, TIERS)
     if min(has) < 0:
