@@ -27,7 +27,7 @@ def setting(dtype: torch.dtype, num_columns: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def losses_and_gradient(function, logits_CV: Tensor, dloss_C: Tensor) -> tuple[Tensor, Tensor]:
-    leaf = logits_CV.detach().requires_grad_()
+    leaf = logits_CV.detach().clone().requires_grad_()  # a copy: ours gives the gradient in the place of the logits
     loss_C = function(leaf)
     (gradient,) = torch.autograd.grad(loss_C, leaf, dloss_C.to(loss_C.dtype))
     return loss_C.detach(), gradient
@@ -78,3 +78,22 @@ def test_columns_that_cannot_be_have_no_share() -> None:
     torch.testing.assert_close(loss_C[rows], want_C[rows], rtol=1e-6, atol=1e-6)
     assert (gradient[rows, :4500] == 0).all()
     torch.testing.assert_close(gradient[rows, 4500:], want[rows], rtol=1e-2, atol=1e-6)
+
+
+def test_the_gradient_takes_the_place_of_the_logits() -> None:
+    logits_CV, labels_C, _ = setting(torch.bfloat16, 9000)
+    logits_CV.requires_grad_()
+    loss = token_losses(logits_CV, labels_C, 0.0)[:1].sum()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    (gradient,) = torch.autograd.grad(loss, logits_CV)
+    assert gradient.data_ptr() == logits_CV.data_ptr()
+    assert torch.cuda.max_memory_allocated() - before < logits_CV.numel()  # half a copy of them
+
+
+def test_logits_that_another_operator_saved_are_not_overwritten_unseen() -> None:
+    logits_CV, labels_C, _ = setting(torch.bfloat16, 9000)
+    leaf = logits_CV.requires_grad_()
+    loss_C = token_losses(leaf.tanh(), labels_C, 0.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss_C[1], leaf)

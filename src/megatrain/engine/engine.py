@@ -14,7 +14,7 @@ from megatrain import optim
 from megatrain.engine.chaos import Chaos
 from megatrain.engine.executor import Executor
 from megatrain.engine.handlers import Disturb, Handlers, Step, undisturbed
-from megatrain.engine.lanes import drained_lanes, lane_devices
+from megatrain.engine.lanes import drained_lanes, lane_devices, take_workspaces
 from megatrain.engine.places import Places
 from megatrain.engine.rules import HostRule, device_rule, with_average
 from megatrain.engine.trace import Trace
@@ -24,7 +24,7 @@ from megatrain.models.neftune import with_noise
 from megatrain.models.template import ModelTemplate
 from megatrain.schedule.build import Program, build
 from megatrain.schedule.liveness import dead_after
-from megatrain.schedule.ops import Place, Schedule
+from megatrain.schedule.ops import Lane, Place, Schedule
 from megatrain.schedule.plan import Plan
 from megatrain.schedule.waits import one_by_one
 from megatrain.store.store import SegmentStore
@@ -106,9 +106,11 @@ class Engine:
             log.warning("%s is set: one op at a time, each waited for; the same bits, slower", SYNC)
         if chaos is None:
             lanes = drained_lanes(device) if self._one_by_one else lane_devices(device)
-            self._executor = Executor(lanes, self._handlers.table)
+            table = self._handlers.table
         else:
-            self._executor = Executor(chaos.lanes(device), chaos.table(self._handlers.table, places.poison))
+            lanes, table = chaos.lanes(device), chaos.table(self._handlers.table, places.poison)
+        take_workspaces(lanes[Lane.COMPUTE], device)
+        self._executor = Executor(lanes, table)
         self._pending = False
         self._unfinished = False  # a program was begun and did not end
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}

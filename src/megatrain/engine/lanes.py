@@ -107,3 +107,13 @@ def lane_devices(device: torch.device) -> Mapping[Lane, LaneDevice]:
         lane: StreamLane(torch.cuda.Stream(device, priority=priority[lane])) if lane in streams else HostLane()
         for lane in Lane
     }
+
+
+def take_workspaces(compute: LaneDevice, device: torch.device) -> None:
+    """Let the framework take, for good, what its matrix products work in: 32 MiB of its pool for this thread, as much
+    for that of backward passes. Taken at their first products, amid what comes and goes, those left holes: 0.23 GB of
+    24 GiB (Llama 3 8B)."""
+    if device.type == "cuda":
+        with compute.context(), torch.enable_grad():
+            square = torch.ones(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+            (square @ square).sum().backward()

@@ -47,13 +47,12 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    dloss, logits, labels, row_max, row_log_sum, dlogits, row_stride, num_columns, smoothing,
+    dloss, logits, labels, row_max, row_log_sum, row_stride, num_columns, smoothing,
     IGNORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dlogits = dloss * (softmax - (1 - s) * onehot - s / V); zeros where there is no label."""
+    """logits <- dloss * (softmax - (1 - s) * onehot - s / V); zeros where there is no label."""
     row = tl.program_id(0).to(tl.int64)
     x_row = logits + row * row_stride
-    d_row = dlogits + row * num_columns
     label = tl.load(labels + row)
     peak = tl.load(row_max + row)
     log_sum = tl.load(row_log_sum + row)
@@ -65,4 +64,4 @@ def backward_kernel(
         p = tl.exp((x - peak) - log_sum) - everywhere - tl.where(at == label, 1.0 - smoothing, 0.0)
         # a row without a label gives zeros even if its logits are not finite
         d = tl.where(label == IGNORED, 0.0, scale * p)
-        tl.store(d_row + at, d.to(dlogits.dtype.element_ty), mask=at < num_columns)
+        tl.store(x_row + at, d.to(logits.dtype.element_ty), mask=at < num_columns)

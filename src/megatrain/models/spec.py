@@ -97,6 +97,8 @@ class ModelSpec:
     active_parameters: int
     max_positions: int
     active_by_block: tuple[int, ...] = ()  # as active_parameters, of each block; empty: every block is dense
+    embedding_copies: int = 0  # of what was looked up, made before the first layer: scaled
+    tail_flows: int = 3  # what the final norm saves of a token, in hidden states: its input in fp32, what it multiplies
     logit_copies: int = 0  # of the logits that stay alive between the output product and the loss: scaled, soft-capped
     saved_buffers: tuple[TensorSpec, ...] = ()  # of the blocks: part of checkpoints, never trained, in no segment
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ConfigError, ModelError
@@ -60,9 +62,34 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         active_parameters=sum(active) - (0 if tied_name else _embedding_elements(model)),
         max_positions=values.get("max_position_embeddings") or NO_LIMIT,
         active_by_block=tuple(active[1:-1]),
+        embedding_copies=_embedding_copies(values, model),
+        tail_flows=_tail_flows(model.get_submodule(family.backbone), family, _size(values, "hidden_size")),
         logit_copies=_logit_copies(values),
         saved_buffers=_saved_buffers(model, family),
     )
+
+
+def _embedding_copies(values: Mapping[str, Any], model: PreTrainedModel) -> int:
+    """A scale multiplies, in the module of the table or by a setting of the config."""
+    scales = ("embedding_multiplier", "embedding_scale", "scale_emb", "scale_embedding")
+    is_scaled = type(model.get_input_embeddings()) is not nn.Embedding
+    return int(is_scaled or any(values.get(name) not in (None, False, 1.0) for name in scales))
+
+
+def _tail_flows(backbone: nn.Module, family: Family, hidden_size: int) -> int:
+    """What autograd saves of a token in bf16 of the part behind the layers, beside parameters, in hidden states."""
+    seen: dict[int, Tensor] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.numel() >= hidden_size and saved.ndim > 1:
+            seen[id(saved)] = saved
+        return saved
+
+    h = torch.empty(1, 1, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with saved_tensors_hooks(pack, lambda packed: packed):
+        for path in family.final:
+            h = copy.deepcopy(backbone.get_submodule(path)).to(torch.bfloat16)(h)
+    return round(sum(t.numel() * t.element_size() for t in seen.values()) / (2 * hidden_size))
 
 
 def _logit_copies(values: Mapping[str, Any]) -> int:

@@ -253,18 +253,15 @@ def head_working_bytes(shapes: Shapes) -> int:
     """Peak of HEAD: a chunk's logits with their softmax and gradient, dW before it is added, dL/dh.
 
     On a GPU as seen on an H200 (Llama, Qwen2.5; tied, untied) to 0.1 %, less the dW of the chunk before, which was
-    still there: first the logits and their gradient, then that and dW; five boundaries, and what a chunk reads. Where
-    the vocabulary is small, the norm before it takes more (14.0 boundaries seen of three Llamas with 32K).
+    still there: the gradient of the logits in their place, and dW; what the norm saved and two boundaries, and what a
+    chunk reads. Where the vocabulary is small, that norm takes more (14.0 boundaries seen of three Llamas with 32K).
     """
     spec = shapes.spec
     logits = shapes.loss_chunk_tokens * spec.vocab_size * logit_bytes(shapes)
     grad = spec.vocab_size * spec.hidden_size * shapes.compute_bytes
     chunk = shapes.loss_chunk_tokens * spec.hidden_size * shapes.compute_bytes
-    tail = TAIL_FLOWS * one_boundary_bytes(shapes)
-    if not shapes.fused_loss:
-        return max(logits + grad + chunk + 3 * one_boundary_bytes(shapes), tail)
-    one_logits = shapes.loss_chunk_tokens * spec.vocab_size * shapes.compute_bytes
-    return max(logits + max(grad, one_logits) + chunk + 5 * one_boundary_bytes(shapes), tail)
+    flows = spec.tail_flows + 2 if shapes.fused_loss else 3
+    return max(logits + grad + chunk + flows * one_boundary_bytes(shapes), TAIL_FLOWS * one_boundary_bytes(shapes))
 
 
 def program_ram_bytes(shapes: Shapes, device: str) -> int:
@@ -281,15 +278,16 @@ def unused_pool_bytes(shapes: Shapes, keeps: bool) -> int:
 
 def embedding_working_bytes(shapes: Shapes) -> int:
     """Peak of EMBED's backward, over the rows of its own micro-batch: their gradients token by token, summed for each
-    row, that in fp32 if it is not, and dL/dh."""
+    row, that in fp32 if it is not, and dL/dh; two more where the rows are scaled. What layers are called with is made
+    again beside them."""
     if not embedding_of(shapes.spec).trainable:
         return 0
-    copies = 4 * shapes.compute_bytes + (4 if shapes.compute_bytes < 4 else 0)  # 12.15 in bf16 seen on an H200
-    return shapes.micro_batch_tokens * shapes.spec.hidden_size * copies
+    copies = (4 + 2 * shapes.spec.embedding_copies) * shapes.compute_bytes + (4 if shapes.compute_bytes < 4 else 0)
+    return shapes.micro_batch_tokens * shapes.spec.hidden_size * copies + shapes.call_bytes
 
 
 def logit_bytes(shapes: Shapes) -> int:
-    """Of one logit: where the loss is fused, with its copies and their gradients, two at a time; else in all its forms,
+    """Of one logit: where the loss is fused, with its copies and a gradient of theirs; else in all its forms,
     as the framework's cross-entropy widens it."""
     if not shapes.fused_loss:
         return LOGIT_BYTES[shapes.compute_bytes]
