@@ -17,8 +17,9 @@ from megatrain.hardware import Machine
 from megatrain.hardware.rates import Rates
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import Prediction, Question, memory_table, predict, question_of
+from megatrain.planner.sizes import unused_pool_bytes
 from megatrain.planner.table import MemoryTable
-from megatrain.schedule.plan import Plan
+from megatrain.schedule.plan import Plan, Tier
 
 RESOLVED = (
     "precision",
@@ -44,9 +45,24 @@ class Again:
         """Predicted / measured."""
         return self.prediction.step_s / self.row["step_s"]
 
-    def bytes_ratio(self, tier: str) -> float:
-        """Predicted / measured, of the peak in "hbm" or "ram"."""
-        return self.table.total_bytes(tier) / self.row[f"peak_{tier}_bytes"]  # type: ignore[arg-type]
+    def peak_bytes(self, tier: Tier) -> tuple[int, int]:
+        """(Measured, predicted) peak in "hbm" or "ram"; in HBM, of a line from `before` its pool was put in order, of
+        all but what the pool had no use for."""
+        seen, said = self.row[f"peak_{tier}_bytes"], self.table.total_bytes(tier)
+        if tier == "hbm" and self.was_before:
+            used = self.row["outside_pool_bytes"]["end"] + self.row["peak_allocated_bytes"]
+            return used, said - unused_pool_bytes(self.question.shapes)
+        return seen, said
+
+    @property
+    def was_before(self) -> bool:
+        """Whether the line says what the program did otherwise when it was measured."""
+        return "before" in self.row
+
+    def bytes_ratio(self, tier: Tier) -> float:
+        """Predicted / measured."""
+        seen, said = self.peak_bytes(tier)
+        return said / seen
 
 
 def recorded(path: Path) -> tuple[list[Mapping[str, Any]], int]:

@@ -105,7 +105,7 @@ def backtest() -> Iterator[str]:
 
 
 def alone(row: Mapping[str, Any]) -> bool:
-    """Whether a line was measured in a process of its own, by the program as it is."""
+    """Whether a line was measured in a process of its own, by the program as it is (or was `before`)."""
     return "process" in row and "variant" not in row
 
 
@@ -120,8 +120,9 @@ def plans_backtest(path: Path = H200) -> Iterator[str]:
         told = [f"{row['setting']} (run {row['run']})", f"{row['step_s']:.3f} s", f"{made.prediction.step_s:.3f} s",
                 f"{made.step_ratio:.2f}"]  # fmt: skip
         for tier in ("hbm", "ram"):
-            peak, total = row[f"peak_{tier}_bytes"], made.table.total_bytes(tier)
-            told += [f"{peak / 1e9:.2f}, {total / 1e9:.2f} GB", f"{made.bytes_ratio(tier):.3f}"]
+            seen, said = made.peak_bytes(tier)
+            note = " *" if tier == "hbm" and made.was_before else ""
+            told += [f"{seen / 1e9:.2f}, {said / 1e9:.2f} GB{note}", f"{made.bytes_ratio(tier):.3f}"]
         yield f"| {' | '.join(told)} |"
     yield ""
     yield (

@@ -12,7 +12,7 @@ from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import Workload, predict
-from megatrain.planner.costs import ADD_BYTES, CONTENT_BYTES, LINEAR_SHARE, content_bytes
+from megatrain.planner.costs import ADD_BYTES, CONTENT_BYTES, LINEAR_SHARE, UPDATE_SHARE, content_bytes
 from megatrain.planner.sizes import Shapes, slot_bytes
 from megatrain.schedule import Kind, Lane, Op, Place, Plan, Schedule, Use, build
 from tests.families import tiny_config
@@ -23,6 +23,7 @@ SPEC = spec_of(4, 512)
 LAYOUTS = {segment.name: layout_of(segment) for segment in SPEC.segments}
 SHAPES = Shapes(SPEC, LAYOUTS, 2, 4096, 1024, compiled=True)
 RATES = read_machine("h200-125gb").rates
+UPDATE = UPDATE_SHARE * RATES.update_params_per_s
 WORK = Workload(SHAPES, RATES, 4, 1024, on_cpu=False)
 BLOCK = LAYOUTS["L000"].num_elements
 
@@ -103,18 +104,18 @@ def test_experts_that_all_run_cost_as_many_as_there_are() -> None:
 def test_an_update_takes_host_memory_or_hbm() -> None:
     host, device = (op_of(Kind.UPDATE, build(PLANS[i], "train", 4, True)) for i in (0, 2))
     assert (host.lane, device.lane) == (Lane.HOST, Lane.COMPUTE)
-    assert WORK.costs.seconds(host) == pytest.approx(RATES.op_s + BLOCK / RATES.update_params_per_s)
+    assert WORK.costs.seconds(host) == pytest.approx(RATES.op_s + BLOCK / UPDATE)
     assert WORK.costs.seconds(device) == pytest.approx(RATES.op_s + 28 * BLOCK / RATES.hbm_Bps)
     (use,) = WORK.costs.cost(host).uses
     assert (use.resource, use.yields) == ("dram", True)
-    assert use.rate == pytest.approx(28 * RATES.update_params_per_s, rel=0.1)
+    assert use.rate == pytest.approx(28 * UPDATE, rel=0.1)
 
 
 def test_an_average_is_a_pass_more_over_its_bytes() -> None:
     layouts = {segment.name: layout_of(segment, ("ema",)) for segment in SPEC.segments}
     costs = Workload(replace(SHAPES, layouts=layouts), RATES, 4, 1024, on_cpu=False).costs
     host, device = (op_of(Kind.UPDATE, build(PLANS[i], "train", 4, True)) for i in (0, 2))
-    assert costs.seconds(host) == pytest.approx(RATES.op_s + 40 / 28 * BLOCK / RATES.update_params_per_s)
+    assert costs.seconds(host) == pytest.approx(RATES.op_s + 40 / 28 * BLOCK / UPDATE)
     assert costs.seconds(device) == pytest.approx(RATES.op_s + 40 * BLOCK / RATES.hbm_Bps)
 
 

@@ -228,7 +228,7 @@ def rows_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         f"working memory ({peak})": working[peak],
         "rotary tables of a round": round_size * T * model.rotary,
         "unused pieces of the working memory": max(
-            128 * MIB, (2.2 if model.experts else 0.25) * 2 * max(v * d, CHUNK * v, T * model.widest, model.tensor)
+            128 * MIB, 0.25 * 2 * max(v * d, CHUNK * v, T * model.widest, model.tensor)
         ),
         "CUDA libraries": 860 * MIB,
         "weights": 2 * parameters(model, away),
@@ -309,7 +309,7 @@ def work_of(case: Case, shown: dict[str, Any]) -> dict[str, float]:
         "compute": compute,
         "h2d": (h2d_bytes + back * one_input_bytes) / rates["h2d_Bps"],
         "d2h": (d2h_bytes + waiting(shown) * one_input_bytes) / rates["d2h_Bps"],
-        "host": away / rates["update_params_per_s"],
+        "host": away / (1.1 * rates["update_params_per_s"]),
         "disk": 10 * places["disk"] / rates["disk_write_Bps"],
         "disk_read": 10 * places["disk"] / rates["disk_read_Bps"],
     }

@@ -11,7 +11,6 @@ from megatrain.hardware.described import read_machine
 from megatrain.planner import Question, memory_table, predict, question_of, search
 from megatrain.planner.account import framework_bytes
 from megatrain.planner.chart import LEFT, RIGHT, WIDTH, chart
-from megatrain.planner.ledger import Ledger
 from megatrain.planner.occupancy import occupancy
 from megatrain.planner.traced import spans_of
 from megatrain.schedule import Plan, build, simulate
@@ -64,7 +63,7 @@ def test_memory_falls_back_to_what_lives_on() -> None:
     homes = levels[-1].num_bytes
     assert homes <= min(level.num_bytes for level in levels)
     resident = [asked.shapes.layouts[s.name] for s in plan.segments if s.state == "hbm"]
-    of_framework = sum(framework_bytes(asked, Ledger(asked.entries, plan)).values())
+    of_framework = sum(framework_bytes(asked, plan).values())
     assert homes == pytest.approx(12 * sum(layout.num_elements for layout in resident) + of_framework)
     assert of_framework > (860 + 128) * 2**20
 

@@ -76,7 +76,7 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
         MemoryRow("block inputs waiting in RAM", "ram", ledger.waiting_bytes()),
         MemoryRow(f"working memory ({peak})", device_tier, working[peak]),
         MemoryRow("program and libraries", "ram", sizes.program_ram_bytes(shapes, question.machine.device)),
-        *(MemoryRow(name, "hbm", num_bytes) for name, num_bytes in framework_bytes(question, ledger).items()),
+        *(MemoryRow(name, "hbm", num_bytes) for name, num_bytes in framework_bytes(question, plan).items()),
     ]
     copies = kept_checkpoints(question)
     if copies:
@@ -86,13 +86,13 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
     return MemoryTable(tuple(rows), question.budgets, peak, shapes.num_parameters)
 
 
-def framework_bytes(question: Question, ledger: Ledger) -> dict[str, int]:
+def framework_bytes(question: Question, plan: Plan) -> dict[str, int]:
     """What a GPU's memory holds beside a plan's own tensors, and their working memory."""
     if question.machine.device == "cpu":
         return {}
     return {
-        "rotary tables of a round": ledger.of_round(question.shapes.call_bytes),
-        "unused pieces of the working memory": sizes.unused_pool_bytes(question.shapes, ledger.keeps),
+        "rotary tables of a round": plan.round_micro_batches * question.shapes.call_bytes,
+        "unused pieces of the working memory": sizes.unused_pool_bytes(question.shapes),
         "CUDA libraries": sizes.CONTEXT_HBM_BYTES,
     }
 

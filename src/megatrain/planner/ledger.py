@@ -126,11 +126,6 @@ class Ledger:
         """What attention gave to blocks that keep it, for each micro-batch of a round."""
         return self.of_round(self.total_bytes("attended"))
 
-    @property
-    def keeps(self) -> bool:
-        """Whether any block keeps all that is saved."""
-        return any(self._columns["kept"])
-
     def kept_bytes(self) -> int:
         """What autograd saved of blocks that keep it, for each micro-batch of a round."""
         return self.of_round(self.total_bytes("kept"))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, framework_bytes, home_rows
 from megatrain.planner.costs import content_bytes
-from megatrain.planner.ledger import Ledger
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.ops import Kind, Op, Place, Schedule
 from megatrain.schedule.plan import Plan, Tier
@@ -67,7 +66,7 @@ def _home_bytes(question: Question, plan: Plan) -> dict[Tier, int]:
     )
     if device == "cpu":
         return {"ram": ram}
-    return {"hbm": homes + sum(framework_bytes(question, Ledger(question.entries, plan)).values()), "ram": ram}
+    return {"hbm": homes + sum(framework_bytes(question, plan).values()), "ram": ram}
 
 
 def _lives(

@@ -34,10 +34,10 @@ EAGER_SAVED = 1.6
 LAST_FLOWS = 8  # boundaries, where a compiled backward ends: gradients of q, k, v, their input, the hidden state
 POST_NORM_FLOWS = 2  # boundaries, where a norm stands behind the last matrix: 2.00 seen of Gemma 3
 TAIL_FLOWS = 14  # boundaries, where the last norm is differentiated, which no compiler sees
-# What the pool has no use for: of the largest tensor that comes and goes, at least so much. Seen of 14 plans, each in a
-# process of its own, on an H200: 0.59 to 0.81 of it where blocks keep what they compute, else 65 to 111 MB, or 0.2;
-# where experts are chosen 1.8 and 2.1.
-UNUSED_SHARE = {"kept": 0.9, "experts": 2.2, "recomputed": 0.25}
+# What the pool has no use for: of the largest tensor that comes and goes, at least so much. Seen of ten plans, each in
+# a process of its own, on an H200: 0.06 to 0.19 of it, 31 to 204 MB, whether blocks keep what they compute or choose
+# experts or neither. (Where workspaces are taken amid a step: up to 2.1 of it.)
+UNUSED_SHARE = 0.25
 LEAST_UNUSED_BYTES = 128 * MIB
 LOGIT_BYTES = {2: 13, 4: 11}  # of one logit in all its forms on a CPU, by compute_bytes (fp32: 9.7 seen)
 
@@ -269,11 +269,10 @@ def program_ram_bytes(shapes: Shapes, device: str) -> int:
     return PROGRAM_RAM_BYTES[device] + (EXPERTS_RAM_BYTES if device == "cuda" and shapes.expert_share else 0)
 
 
-def unused_pool_bytes(shapes: Shapes, keeps: bool) -> int:
+def unused_pool_bytes(shapes: Shapes) -> int:
     """What the framework's pool holds of the device and has no use for: places that were given away in pieces when
-    the tensor they were made for came back. `keeps`: any block keeps all that is saved."""
-    how = "experts" if shapes.expert_share else "kept" if keeps else "recomputed"
-    return max(LEAST_UNUSED_BYTES, int(UNUSED_SHARE[how] * shapes.transient_bytes))
+    the tensor they were made for came back."""
+    return max(LEAST_UNUSED_BYTES, int(UNUSED_SHARE * shapes.transient_bytes))
 
 
 def embedding_working_bytes(shapes: Shapes) -> int:
