@@ -82,6 +82,7 @@ class Travel:
         again_s = max(parts.again_s.sum() + parts.device_s.sum(), reread_s + states_s)
         shared = self._again * self._blocks.shared_bytes.sum()
         h2d = first_fetch + (num_rounds - 1) * fetch + refetch + inputs + shared
+        h2d += refetch + stays if self._two_pass else 0.0
         read_both_s = num_rounds * (read_s + reread_s)
         first_link_s, other_link_s = (
             link.seconds(first_fetch, stays / num_rounds),
