@@ -12,6 +12,7 @@ from operator import mul
 from typing import NamedTuple
 
 from megatrain.planner import sizes
+from megatrain.planner.known import Known
 from megatrain.planner.landing import Extent, extents_of, largest_of
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -36,31 +37,23 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """The entries of the segments of one run's plans. Looked up by identity, which is quick; what was seen is held, so
-    that nothing else takes its id."""
+    """The entries of the segments of one run's plans."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.different: list[Entry] = []  # few: blocks alike that are placed alike have equal ones
-        self._known: dict[int, int] = {}
-        self._held: list[SegmentPlan] = []
+        self._known = Known()
 
     def of(self, segments: Sequence[SegmentPlan]) -> list[int]:
         """Which of the entries that differ each segment has."""
-        try:
-            return [self._known[id(segment)] for segment in segments]
-        except KeyError:
-            self._work_out(segments)
-            return self.of(segments)
 
-    def _work_out(self, segments: Sequence[SegmentPlan]) -> None:
-        for segment in segments:
-            if id(segment) not in self._known:
-                entry = _worked_out(self.shapes, segment)
-                if entry not in self.different:
-                    self.different.append(entry)
-                self._known[id(segment)] = self.different.index(entry)
-                self._held.append(segment)
+        def number(index: int) -> int:
+            entry = _worked_out(self.shapes, segments[index])
+            if entry not in self.different:
+                self.different.append(entry)
+            return self.different.index(entry)
+
+        return self._known.of(segments, number)
 
 
 def _worked_out(shapes: Shapes, segment: SegmentPlan) -> Entry:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatrain.planner import sizes
+from megatrain.planner.known import Known
 from megatrain.planner.prediction import Workload
 from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -57,32 +58,29 @@ assert Columns._fields == Part._fields
 
 
 class Parts:
-    """The parts of the segments of one run's plans. Looked up by identity, which is quick; what was seen is held, so
-    that nothing else takes its id."""
+    """The parts of the segments of one run's plans."""
 
     def __init__(self, work: Workload) -> None:
         self._work = work
-        self._known: dict[int, int] = {}
-        self._held: list[SegmentPlan] = []
+        self._known = Known()
         self._rows: list[Part] = []
         self._table, self._filled = np.empty((0, len(Part._fields))), 0
         self._ways: dict[tuple[object, ...], int] = {}
 
     def of(self, plan: Plan) -> tuple[list[Part], Columns]:
         """Row by row, in the order of the plan's segments, and column by column."""
-        try:
-            numbers = [self._known[id(segment)] for segment in plan.segments]
-        except KeyError:
-            self._work_out(plan)
-            return self.of(plan)
+
+        def number(index: int) -> int:
+            self._rows.append(self._counted(plan.segments[index], index >= plan.lowest_trainable))
+            return len(self._rows) - 1
+
+        numbers = self._known.of(plan.segments, number)
+        if len(self._rows) > self._filled:
+            self._fill()
         return [self._rows[number] for number in numbers], Columns(*self._table[numbers].T)
 
-    def _work_out(self, plan: Plan) -> None:
-        for index, segment in enumerate(plan.segments):
-            if id(segment) not in self._known:
-                self._known[id(segment)] = len(self._rows)
-                self._held.append(segment)
-                self._rows.append(self._counted(segment, index >= plan.lowest_trainable))
+    def _fill(self) -> None:
+        """Bring the table up to the rows."""
         more = np.array(self._rows[self._filled :])
         if len(self._rows) > len(self._table):  # twice as long: it grows by a few rows, a hundred times
             self._table = np.resize(self._table, (2 * len(self._rows), len(Part._fields)))
