@@ -45,7 +45,7 @@ class Again:
         """Predicted / measured."""
         return self.prediction.step_s / self.row["step_s"]
 
-    def peak_bytes(self, tier: Tier) -> tuple[int, int]:
+    def compared_bytes(self, tier: Tier) -> tuple[int, int]:
         """(Measured, predicted) peak in "hbm" or "ram"; in HBM, of a line from `before` its pool was put in order, of
         all but what the pool had no use for."""
         seen, said = self.row[f"peak_{tier}_bytes"], self.table.total_bytes(tier)
@@ -61,7 +61,7 @@ class Again:
 
     def bytes_ratio(self, tier: Tier) -> float:
         """Predicted / measured."""
-        seen, said = self.peak_bytes(tier)
+        seen, said = self.compared_bytes(tier)
         return said / seen
 
 

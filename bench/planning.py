@@ -120,7 +120,7 @@ def plans_backtest(path: Path = H200) -> Iterator[str]:
         told = [f"{row['setting']} (run {row['run']})", f"{row['step_s']:.3f} s", f"{made.prediction.step_s:.3f} s",
                 f"{made.step_ratio:.2f}"]  # fmt: skip
         for tier in ("hbm", "ram"):
-            seen, said = made.peak_bytes(tier)
+            seen, said = made.compared_bytes(tier)
             note = " *" if tier == "hbm" and made.was_before else ""
             told += [f"{seen / 1e9:.2f}, {said / 1e9:.2f} GB{note}", f"{made.bytes_ratio(tier):.3f}"]
         yield f"| {' | '.join(told)} |"

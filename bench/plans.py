@@ -8,7 +8,8 @@ measured, and what the peaks are made of. A setting that fails is recorded with 
 prediction is made of (`asked`, resolved config, whole plan, machine, rates): `python -m bench planning` predicts it
 again by today's constants, and lays that beside what was measured. What the constants of the account
 (planner/sizes.py) are to be stands there too: outside_pool_bytes, unused_pool_bytes and program_ram_bytes, and
-working_bytes (kind of op: at its peak, left at its end) beside predicted_working_bytes.
+working_bytes (kind of op: at its peak, left at its end) beside predicted_working_bytes. Where the program has changed
+since in what a line measured, `before` is added to the line by hand, and says what was otherwise.
   --plan-only          plan for a described machine (--machine h200-125gb) and run nothing
 """
 

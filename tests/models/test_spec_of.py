@@ -212,3 +212,18 @@ def test_bad_freeze_is_refused(freeze: list[str], words: str) -> None:
 def test_building_leaves_the_next_module_real() -> None:
     model_spec(tiny_config("llama"))
     assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("family", "embedding_copies", "tail_flows", "logit_copies"),
+    [
+        ("llama", 0, 3, 0), ("gemma3", 1, 4, 3), ("gemma2", 1, 4, 3), ("gpt2", 0, 1, 0), ("cohere", 0, 6, 1),
+        ("nanochat", 4, 2, 3), ("recurrent_gemma", 1, 4, 3), ("afmoe", 0, 4, 0), ("mamba", 0, 3, 1),
+        ("granite", 1, 3, 1),
+    ],
+)  # fmt: skip
+def test_what_the_ends_of_a_model_make_besides_is_counted(
+    family: str, embedding_copies: int, tail_flows: int, logit_copies: int
+) -> None:
+    spec = model_spec(tiny_config(family))
+    assert (spec.embedding_copies, spec.tail_flows, spec.logit_copies) == (embedding_copies, tail_flows, logit_copies)

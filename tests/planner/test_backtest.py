@@ -71,9 +71,9 @@ def test_working_memory_is_what_was_seen(row: Mapping[str, Any]) -> None:
     shapes = made.question.shapes
     is_kept = all(block.activations == "keep" for block in made.plan.blocks)
     backward = max(backward_working_bytes(shapes, block.name, is_kept) for block in made.plan.blocks)
-    assert head_working_bytes(shapes) == pytest.approx(seen["HEAD"][0], rel=1e-3)
-    assert embedding_working_bytes(shapes) == pytest.approx(seen["EMBED_BACKWARD"][0], rel=0.03)
-    assert backward == pytest.approx(seen["BACKWARD"][0], rel=0.01 if shapes.expert_share else 1e-3)
+    assert head_working_bytes(shapes) == pytest.approx(seen["HEAD"][0], rel=1e-4)
+    assert embedding_working_bytes(shapes) == pytest.approx(seen["EMBED_BACKWARD"][0], rel=3e-3)
+    assert backward == pytest.approx(seen["BACKWARD"][0], rel=6e-3 if shapes.expert_share else 1e-4)
 
 
 def test_enough_was_measured() -> None:

@@ -37,7 +37,10 @@ from megatrain.planner.family import (
     without_idle_slots,
 )
 from megatrain.planner.floor import Floor
+from megatrain.planner.parts import Parts
+from megatrain.planner.passes import Link, Travel
 from megatrain.planner.room import border
+from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan, validate
 from tests.planner.test_planner import spec_of
 
@@ -218,6 +221,7 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_no_plan_costs_less_than_its_f
     asked = question(spec, train_batch_size=rows, max_length=length, micro_batch_tokens=8192)
     slow = {field: st.sampled_from([0.1, 1.0, 3.0]) for field in ("h2d_Bps", "d2h_Bps", "link_both_Bps", "dram_Bps",
             "update_params_per_s", "disk_read_Bps", "disk_write_Bps", "matmul_flops_per_s")}  # fmt: skip
+    slow["hbm_Bps"] = st.sampled_from([0.01, 1.0])
     times = data.draw(st.fixed_dictionaries(slow), "times as fast")
     rates = replace(H200.rates, **{field: getattr(H200.rates, field) * factor for field, factor in times.items()})
     asked = replace(asked, work=replace(asked.work, rates=rates))
@@ -241,6 +245,24 @@ def test_a_gradient_slot_is_held_by_blocks_that_are_trained_alone() -> None:
     rates = replace(H200.rates, h2d_Bps=1e11, d2h_Bps=1e11, link_both_Bps=1e15, dram_Bps=1e15, update_params_per_s=1e13)
     asked = replace(asked, work=replace(asked.work, rates=rates))
     plan = replace(_streamed(asked, 1, "recompute"), grad_slots=1)
+    assert Floor(asked)(plan) <= cost_s(asked, plan) * (1 + 1e-9)
+
+
+def test_in_two_passes_what_travels_in_both_counts_twice() -> None:
+    """Weights and waiting inputs, but for what slots hold when the second pass begins."""
+    asked = question(spec_of(24, 2048), train_batch_size=8, clip_mode="two-pass")
+    plan = _in_passes(_streamed(asked, asked.num_micro_batches, "offload"), "two-pass")
+    floor_s = Travel(plan, Parts(asked.work).of(plan)[1], 1, Link.of(asked.work.rates)).passes().link_s
+    work_s = predict(asked.work, plan).work_s
+    assert 0.9 < floor_s / (work_s[Lane.H2D] + work_s[Lane.D2H]) <= 1
+
+
+def test_the_clearing_of_the_gradient_of_head_waits_for_nothing() -> None:
+    """Where the device's memory is slow it takes long, and is done while HEAD's weights are updated and fetched."""
+    asked = question(with_frozen(spec_of(1, 1024, tied=False, vocab_size=50_000), {0}), train_batch_size=2)
+    slow = replace(H200.rates, hbm_Bps=0.01 * H200.rates.hbm_Bps, update_params_per_s=4e8)
+    asked = replace(asked, work=replace(asked.work, rates=slow))
+    plan = _streamed(asked, asked.num_micro_batches, "keep")
     assert Floor(asked)(plan) <= cost_s(asked, plan) * (1 + 1e-9)
 
 

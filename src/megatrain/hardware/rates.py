@@ -40,7 +40,8 @@ ATTENTION_SHARE = 0.57  # of the matmul rate, where attention was not measured: 
 # reach the bandwidth of one long sum (3.8 for 4.33 TB/s).
 PRODUCTS_IN_STEP, HBM_IN_STEP = 1.19, 0.88
 # Host memory carries more than an update alone asks of it (28 bytes a parameter): with what it asks as the limit, the
-# updates of six plans, beside copies, took 0.81 to 0.90 of what was modelled; with this 0.87 to 1.01.
+# updates of six plans, beside copies, took 0.81 to 0.90 of what was modelled; with this, and at 1.1 of doctor's rate
+# (planner/costs.py UPDATE_SHARE), those of 22 plans took 0.89 to 1.10.
 DRAM_BESIDE_UPDATE = 1.45
 BOTH_SHARE = 0.89  # of the two single rates, when both directions run: 2 × 49 of 2 × 55 GB/s there
 

@@ -31,6 +31,8 @@ class Family:
     attends_by_document: tuple[str, ...] = ()  # attention classes that count positions from the start of the pack
     renamed: tuple[tuple[str, str], ...] = ()  # (piece of our names, what published checkpoints have there)
     hands_over_window: bool = True  # False: the attention code does not pass its window on, so windows are refused
+    embedding_copies: int = 0  # made by the backbone's own code of what was looked up: a scale 1, a norm 4
+    logit_copies: int = 0  # made by the model's own code: a cast to fp32
     others: int | None = None  # what a layer returns beside its hidden state: so many values, all None; None: no tuple
 
 
@@ -58,7 +60,9 @@ FAMILIES = _named(
     Family("SeedOssForCausalLM", "biases"),
     Family("SmolLM3ForCausalLM", "layers without rotary"),
     Family("BitNetForCausalLM", "norms inside attention and MLP"),
-    Family("NanoChatForCausalLM", "norms without weights, squared ReLU, soft-capped logits", final=()),
+    Family(
+        "NanoChatForCausalLM", "norms without weights, squared ReLU, soft-capped logits", final=(), embedding_copies=4
+    ),
     Family("Ernie4_5ForCausalLM", "interleaved rotary, biases"),
     Family("HunYuanDenseV1ForCausalLM", "q and k norms after rotary"),
     Family("HyperCLOVAXForCausalLM", "multipliers, norms after"),
@@ -217,10 +221,15 @@ FAMILIES = _named(
         by_document=("GraniteMoeHybridMambaLayer",),
         renamed=_GRANITE_EXPERTS,
     ),
-    Family("Mamba2ForCausalLM", "Mamba 2", backbone="backbone", final=("norm_f",), by_document=("Mamba2Mixer",)),
-    Family("MambaForCausalLM", "Mamba", backbone="backbone", final=("norm_f",), by_document=("MambaMixer",)),
+    Family("Mamba2ForCausalLM", "Mamba 2", "backbone", final=("norm_f",), by_document=("Mamba2Mixer",), logit_copies=1),
+    Family("MambaForCausalLM", "Mamba", "backbone", final=("norm_f",), by_document=("MambaMixer",), logit_copies=1),
     Family(
-        "FalconMambaForCausalLM", "Mamba", backbone="backbone", final=("norm_f",), by_document=("FalconMambaMixer",)
+        "FalconMambaForCausalLM",
+        "Mamba",
+        "backbone",
+        final=("norm_f",),
+        by_document=("FalconMambaMixer",),
+        logit_copies=1,
     ),
     Family("JambaForCausalLM", "Mamba layers, experts", final=("final_layernorm",), by_document=("JambaMambaMixer",)),
     Family(
@@ -228,6 +237,7 @@ FAMILIES = _named(
         "Mamba 2 layers, experts",
         final=("norm_f",),
         by_document=("NemotronHMamba2Mixer",),
+        logit_copies=1,
         renamed=(("model.", "backbone."),),
     ),
     Family(
@@ -240,6 +250,7 @@ FAMILIES = _named(
         "recurrent layers",
         final=("final_norm",),
         by_document=("RecurrentGemmaRecurrentBlock",),
+        embedding_copies=1,
     ),
 )
 

@@ -62,22 +62,25 @@ def spec_of_model(model: PreTrainedModel, family: Family, freeze: Sequence[str])
         active_parameters=sum(active) - (0 if tied_name else _embedding_elements(model)),
         max_positions=values.get("max_position_embeddings") or NO_LIMIT,
         active_by_block=tuple(active[1:-1]),
-        embedding_copies=_embedding_copies(values, model),
+        embedding_copies=_embedding_copies(values, model, family),
         tail_flows=_tail_flows(model.get_submodule(family.backbone), family, _size(values, "hidden_size")),
-        logit_copies=_logit_copies(values),
+        logit_copies=_logit_copies(values, family),
         saved_buffers=_saved_buffers(model, family),
     )
 
 
-def _embedding_copies(values: Mapping[str, Any], model: PreTrainedModel) -> int:
-    """A scale multiplies, in the module of the table or by a setting of the config."""
-    scales = ("embedding_multiplier", "embedding_scale", "scale_emb", "scale_embedding")
+def _embedding_copies(values: Mapping[str, Any], model: PreTrainedModel, family: Family) -> int:
+    """A scale multiplies: in the module of the table, by a setting of the config, or as a matter of course."""
+    scales = ("embedding_multiplier", "embedding_scale", "mup_enabled", "scale_emb", "scale_embedding")
     is_scaled = type(model.get_input_embeddings()) is not nn.Embedding
-    return int(is_scaled or any(values.get(name) not in (None, False, 1.0) for name in scales))
+    is_set = any(values.get(name) not in (None, False, 1.0) for name in scales)
+    return max(family.embedding_copies, int(is_scaled or is_set))
 
 
 def _tail_flows(backbone: nn.Module, family: Family, hidden_size: int) -> int:
     """What autograd saves of a token in bf16 of the part behind the layers, beside parameters, in hidden states."""
+    if not family.final:
+        return 2  # a norm that is no module (NanoChat): its input, in fp32
     seen: dict[int, Tensor] = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -92,12 +95,12 @@ def _tail_flows(backbone: nn.Module, family: Family, hidden_size: int) -> int:
     return round(sum(t.numel() * t.element_size() for t in seen.values()) / (2 * hidden_size))
 
 
-def _logit_copies(values: Mapping[str, Any]) -> int:
-    """A soft-cap divides, takes tanh, which is saved, and multiplies; a scale multiplies."""
+def _logit_copies(values: Mapping[str, Any], family: Family) -> int:
+    """A soft-cap divides, takes tanh, which is saved, and multiplies; a scale multiplies; a cast to fp32 is one too."""
     if any(values.get(name) for name in ("final_logit_softcapping", "logits_soft_cap")):
         return 3
     scales = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-    return int(any(values.get(name) not in (None, 1.0) for name in scales))
+    return max(family.logit_copies, int(any(values.get(name) not in (None, 1.0) for name in scales)))
 
 
 def _values(config: PreTrainedConfig) -> Mapping[str, Any]:
