@@ -126,7 +126,8 @@ def test_the_last_block_that_streams_has_one_slot() -> None:
     for hbm_gib in range(10, 31):
         plan = search(with_memory(asked, hbm_gib / 8, 60))
         pooled = sum(block.weights == "pool" for block in plan.blocks)
-        assert plan.weight_slots == plan.grad_slots == (1 if pooled == 1 else 2)
+        assert plan.weight_slots == (1 if pooled == 1 else 2)
+        assert plan.grad_slots in ((1,) if pooled == 1 else (2, 3) if pooled > 2 else (2,))
         found.add(pooled)
         validate(plan)
     assert {1, 2} <= found

@@ -29,7 +29,10 @@ from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Activations, Plan, SegmentPlan, Tier
 
 ACT_SLOTS = 2  # one is computed, one travels
-GRAD_SLOTS = 2  # in RAM, in two passes: one lands, one is used
+LANDING_SLOTS = 2  # of gradients in RAM, in two passes: one lands, one is used
+# On the device. Where sums of gradients go home and come back in every round, one travels each way while one is added
+# to: with two, the device waited in 3 to 10 % of such steps (simulated).
+GRAD_SLOTS = (2, 3)
 # Landing slots of the disk worth trying. Each but the first puts one more state on the disk, to be read and written by
 # every step: they pay where the disk would otherwise rest during the first pass or an update.
 DISK_SLOTS = (1, 2, 3)
@@ -115,7 +118,7 @@ def _clip_modes(question: Question) -> list[ClipMode]:
 
 
 def _in_passes(plan: Plan, clip_mode: ClipMode) -> Plan:
-    return replace(plan, clip_mode=clip_mode, grad_landing_slots=GRAD_SLOTS if clip_mode == "two-pass" else 0)
+    return replace(plan, clip_mode=clip_mode, grad_landing_slots=LANDING_SLOTS if clip_mode == "two-pass" else 0)
 
 
 def _streamed(question: Question, round_micro_batches: int, activations: Activations) -> Plan:
@@ -129,7 +132,7 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
         segments=tuple(segments),
         tied=question.shapes.spec.tied,
         weight_slots=question.config.weight_slots or 2,
-        grad_slots=2,
+        grad_slots=GRAD_SLOTS[0],
         round_micro_batches=round_micro_batches,
         act_slots=ACT_SLOTS if activations == "offload" else 0,
         embedding_trainable=embedding_of(question.shapes.spec).trainable,
@@ -139,11 +142,14 @@ def _streamed(question: Question, round_micro_batches: int, activations: Activat
 def placed(question: Question) -> Iterator[Plan]:
     """Every plan of the family that may fit, before what is left of HBM is used up."""
     heads = (True,) if question.shapes.spec.tied else (False, True)  # a tied HEAD weighs nothing
-    bases = product(_round_sizes(question), _inputs(question), _clip_modes(question), heads)
-    for round_micro_batches, inputs, clip_mode, head_first in bases:
+    bases = product(_round_sizes(question), _inputs(question), _clip_modes(question), heads, GRAD_SLOTS)
+    for round_micro_batches, inputs, clip_mode, head_first, grad_slots in bases:
         if clip_mode == "two-pass" and (round_micro_batches < question.num_micro_batches or not head_first):
             continue  # between rounds a gradient needs its home
+        if grad_slots != GRAD_SLOTS[0] and round_micro_batches == question.num_micro_batches:
+            continue  # no sum comes back
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
+        streamed = replace(streamed, grad_slots=grad_slots)
         finest = max(1, len(question.shapes.spec.segments) // FINEST)
         for num_residents in _resident_counts(question, clip_mode, finest):
             resident = _aside(question, _with_slots(question, _with_residents(streamed, num_residents, head_first)))
@@ -183,8 +189,13 @@ def _with_slots(question: Question, plan: Plan) -> Plan:
 
 
 def without_idle_slots(plan: Plan) -> Plan:
-    """`plan` without the slots for inputs that none passes through any more: two ways led to it."""
-    return plan if plan.offloaded or not plan.act_slots else replace(plan, act_slots=0)
+    """`plan` without slots that nothing passes through any more, of inputs or of gradients: two ways led to it."""
+    shared = sum(block.grads == "pool" for block in plan.blocks)
+    grad_slots = min(plan.grad_slots, max(GRAD_SLOTS[0], shared))
+    act_slots = plan.act_slots if plan.offloaded else 0
+    if (grad_slots, act_slots) == (plan.grad_slots, plan.act_slots):
+        return plan
+    return replace(plan, grad_slots=grad_slots, act_slots=act_slots)
 
 
 def _with_residents(plan: Plan, count: int, head_first: bool = True) -> Plan:
