@@ -146,8 +146,9 @@ def placed(question: Question) -> Iterator[Plan]:
     for round_micro_batches, inputs, clip_mode, head_first, grad_slots in bases:
         if clip_mode == "two-pass" and (round_micro_batches < question.num_micro_batches or not head_first):
             continue  # between rounds a gradient needs its home
-        if grad_slots != GRAD_SLOTS[0] and round_micro_batches == question.num_micro_batches:
-            continue  # no sum comes back
+        more_slots = grad_slots != GRAD_SLOTS[0]
+        if more_slots and (round_micro_batches > 1 or question.num_micro_batches == 1):
+            continue  # sums come back seldom, or never
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
         streamed = replace(streamed, grad_slots=grad_slots)
         finest = max(1, len(question.shapes.spec.segments) // FINEST)
@@ -155,7 +156,10 @@ def placed(question: Question) -> Iterator[Plan]:
             resident = _aside(question, _with_slots(question, _with_residents(streamed, num_residents, head_first)))
             if resident is None:
                 break  # more of them need more
-            yield from _with_disk(question, resident)
+            if not more_slots:
+                yield from _with_disk(question, resident)
+            elif memory_table(question, resident).verdict("ram") == "FITS":  # beside a disk they are not what counts
+                yield resident
 
 
 def _aside(question: Question, plan: Plan) -> Plan | None:

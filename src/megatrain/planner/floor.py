@@ -59,9 +59,7 @@ class Floor:
         fetches_s = fetch_s[::-1].cumsum()[::-1]
         updated_s = self._updated_s(plan, parts) if plan.disk_slots else columns.host_s.cumsum()
         ends_s = (updated_s + np.maximum(fetch_s + forward_s, fetches_s))[columns.host_s > 0]
-        # Of what follows HEAD's update, the clearing of its gradient waits for nothing.
-        updates_s = ends_s.max(initial=0.0) - parts[-1].sums_s
-        return passes.backward_s + passes.later_s + max(passes.first_s, updates_s)
+        return passes.backward_s + passes.later_s + max(passes.first_s, ends_s.max(initial=0.0))
 
     def _updated_s(self, plan: Plan, parts: Sequence[Part]) -> np.ndarray:
         """When each update on the host ends, one behind the other, each with its state from the disk."""

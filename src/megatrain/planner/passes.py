@@ -76,7 +76,9 @@ class Travel:
         drained, sums = parts.drained_bytes.sum(), self._again * _beyond(plan.grad_slots, self._blocks.shared_bytes)
         read_s, reread_s = _beyond(self._land, self._reads_s), _beyond(self._land, self._reads_s * self._visited)
         back_link_s = link.seconds(refetch + stays + sums, 0.0 if self._two_pass else sums + drained)
-        back_s = max(parts.backward_s.sum() + parts.sums_s.sum(), back_link_s, num_rounds * reread_s)
+        # HEAD's gradient may be cleared while its weights are still on their way.
+        cleared_s, sums_s = parts.sums_s[-1], parts.sums_s[:-1].sum()
+        back_s = max(parts.backward_s.sum() + sums_s, back_link_s, num_rounds * reread_s)
         # Only slots of states come before the second pass, and go after it.
         states_s = _beyond(plan.disk_slots, parts.state_s) + _beyond(plan.disk_slots, parts.spill_s)
         again_s = max(parts.again_s.sum() + parts.device_s.sum(), reread_s + states_s)
@@ -89,7 +91,7 @@ class Travel:
             link.seconds(fetch, stays / num_rounds),
         )
         return Passes(
-            first_s=float(max(first_link_s, read_s, self._forward_s(updates=not self._two_pass))),
+            first_s=float(max(first_link_s, read_s, self._forward_s(updates=not self._two_pass) + cleared_s)),
             later_s=float((num_rounds - 1) * max(other_link_s, read_s, self._forward_s(updates=False))),
             backward_s=float(max(back_s, self._backward_s())),
             again_s=float(max(again_s, link.seconds(refetch, drained))) if self._two_pass else 0.0,
