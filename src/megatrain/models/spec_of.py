@@ -73,8 +73,7 @@ def _embedding_copies(values: Mapping[str, Any], model: PreTrainedModel, family:
     """A scale multiplies: in the module of the table, by a setting of the config, or as a matter of course."""
     scales = ("embedding_multiplier", "embedding_scale", "mup_enabled", "scale_emb", "scale_embedding")
     is_scaled = type(model.get_input_embeddings()) is not nn.Embedding
-    is_set = any(values.get(name) not in (None, False, 1.0) for name in scales)
-    return max(family.embedding_copies, int(is_scaled or is_set))
+    return max(family.embedding_copies, int(is_scaled or _scales(values, scales)))
 
 
 def _tail_flows(backbone: nn.Module, family: Family, hidden_size: int) -> int:
@@ -100,7 +99,12 @@ def _logit_copies(values: Mapping[str, Any], family: Family) -> int:
     if any(values.get(name) for name in ("final_logit_softcapping", "logits_soft_cap")):
         return 3
     scales = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-    return max(family.logit_copies, int(any(values.get(name) not in (None, 1.0) for name in scales)))
+    return max(family.logit_copies, int(_scales(values, scales)))
+
+
+def _scales(values: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether any of these settings is a switch that is on, or a factor other than 1 (which a switch equals)."""
+    return any(value is True or value not in (None, False, 1.0) for value in map(values.get, names))
 
 
 def _values(config: PreTrainedConfig) -> Mapping[str, Any]:
