@@ -83,13 +83,10 @@ class Travel:
         states_s = _beyond(plan.disk_slots, parts.state_s) + _beyond(plan.disk_slots, parts.spill_s)
         again_s = max(parts.again_s.sum() + parts.device_s.sum(), reread_s + states_s)
         shared = self._again * self._blocks.shared_bytes.sum()
-        h2d = first_fetch + (num_rounds - 1) * fetch + refetch + inputs + shared
-        h2d += refetch + stays if self._two_pass else 0.0
+        once_more = refetch + stays if self._two_pass else 0.0
+        h2d = first_fetch + (num_rounds - 1) * fetch + refetch + inputs + shared + once_more
         read_both_s = num_rounds * (read_s + reread_s)
-        first_link_s, other_link_s = (
-            link.seconds(first_fetch, stays / num_rounds),
-            link.seconds(fetch, stays / num_rounds),
-        )
+        first_link_s, other_link_s = (link.seconds(there, stays / num_rounds) for there in (first_fetch, fetch))
         return Passes(
             first_s=float(max(first_link_s, read_s, self._forward_s(updates=not self._two_pass) + cleared_s)),
             later_s=float((num_rounds - 1) * max(other_link_s, read_s, self._forward_s(updates=False))),
