@@ -18,7 +18,8 @@ PLAIN, PLAIN_KEEP = "pytorch-hbm", "pytorch-hbm-keep"
 @dataclass(frozen=True)
 class Setting:
     """One run to plan and to measure. `against`: plain PyTorch steps in HBM whose figures this one is held against,
-    each measured once for all settings of one shape and step."""
+    each measured once for all settings of one shape and step. `by_hand`: numbers of the plan that are not the
+    planner's choice."""
 
     name: str
     model: str
@@ -29,6 +30,7 @@ class Setting:
     micro_batch_tokens: int | None = None  # None: the default for the step
     fields: Mapping[str, object] = field(default_factory=dict)  # of the model's config, other than the preset's
     against: tuple[str, ...] = ()
+    by_hand: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -62,6 +64,13 @@ def _curve(hbm: str | None) -> Setting:
     return Setting(name, "llama-3-8b", 8, 8192, 32768, budget, 8192, SMALL_VOCABULARY)
 
 
+def _rounds(grad_slots: int) -> Setting:
+    """Sums of gradients that travel both ways with every micro-batch: what a third slot for them is worth."""
+    by_hand = {"round_micro_batches": 1, "grad_slots": grad_slots}
+    name, memory = f"rounds-{grad_slots}-slots", {"hbm": "14GiB", "ram": "34GiB"}
+    return Setting(name, "llama-3-8b", 6, 8192, 65536, memory, 8192, SMALL_VOCABULARY, by_hand=by_hand)
+
+
 # In order of weight: a run that is short of time leaves the last ones out.
 SETTINGS: tuple[Setting, ...] = (
     Setting("8b-64k", "llama-3-8b", 8, 8192, 65536, against=(PLAIN, PLAIN_KEEP)),
@@ -81,4 +90,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("8b-seq-32k", "llama-3-8b", 2, 32768, 65536, {"hbm": "16GiB"}, fields=SMALL_VOCABULARY),
     Setting("tied-windows", "gemma-3-4b", 6, 8192, 32768, {"hbm": "24GiB"}),
     Setting("experts-none", "qwen3-30b-a3b", 2, 8192, 32768),
+    _rounds(2),
+    _rounds(3),
 )

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -42,7 +42,7 @@ from bench.step import HYPER, machine_name, supervised_of, used_hbm_bytes
 from bench.timing import Pace, timed
 from megatrain.cli.assemble import Planned, planned
 from megatrain.hardware.described import Described, read_machine
-from megatrain.planner import sizes
+from megatrain.planner import memory_table, sizes
 from megatrain.planner.price import Price, price_of
 from megatrain.planner.table import gib
 from megatrain.schedule.plan import Plan
@@ -77,6 +77,7 @@ def asked(setting: Setting) -> dict[str, object]:
         "model": setting.model, "layers": setting.layers, "fields": dict(setting.fields),
         "seq_tokens": setting.max_length, "step_tokens": setting.step_tokens,
         "micro_batch_tokens": setting.micro_batch_tokens, "memory": dict(setting.memory),
+        "by_hand": dict(setting.by_hand),
     }  # fmt: skip
 
 
@@ -164,10 +165,12 @@ def within(run: Planned, seen: Run) -> dict[str, bool]:
 
 
 def plan_of(setting: Setting, scratch: Path, described: Described | None) -> Planned:
-    """The planner's own choice for a setting, for this machine or a described one."""
+    """The planner's own choice for a setting, but for what is set by hand, for this machine or a described one."""
     source = scratch / "model" / setting.name
     setting.model_config().save_pretrained(source)
-    return planned(setting.run_config(str(source), str(scratch / "run")), described=described)
+    run = planned(setting.run_config(str(source), str(scratch / "run")), described=described)
+    plan = replace(run.plan, **setting.by_hand)
+    return replace(run, plan=plan, table=memory_table(run.question, plan))
 
 
 def shown(line: dict[str, object]) -> str:

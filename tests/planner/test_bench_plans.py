@@ -53,7 +53,7 @@ def test_all_settings_together_are_quick_enough_for_one_call(chosen: Mapping[str
     """By the planner's word: each a first step, two seconds or steps of warm ones, and five timed ones or 8 seconds."""
     seconds = [price_of(run.question, run.plan).prediction.step_s for run in chosen.values()]
     running_s = sum(s + max(2.0, 2 * s) + min(5 * s, max(8.0, 2 * s)) for s in seconds)
-    assert running_s < 165
+    assert running_s < 180
 
 
 @pytest.fixture(scope="module")
