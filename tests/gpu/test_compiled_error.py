@@ -69,9 +69,11 @@ def test_compiling_takes_no_pinned_memory_where_hbm_is_short(tmp_path: Path, mon
     never held as much: 1 GiB that no plan knew of."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing was timed before
     torch.compiler.reset()
-    repeat_bits(True)  # as training by default: reductions are not timed
     torch.cuda.reset_peak_host_memory_stats()
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    layer(torch.bfloat16, compiled=True, before_backward=torch.cuda.reset_peak_memory_stats)
-    repeat_bits(False)
+    repeat_bits(True)  # as training by default: reductions are not timed
+    try:
+        layer(torch.bfloat16, compiled=True, before_backward=torch.cuda.reset_peak_memory_stats)
+    finally:
+        repeat_bits(False)
     assert torch.cuda.host_memory_stats()["allocated_bytes.peak"] - before < 1 << 20

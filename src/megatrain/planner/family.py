@@ -158,8 +158,8 @@ def placed(question: Question) -> Iterator[Plan]:
                 break  # more of them need more
             if not more_slots:
                 yield from _with_disk(question, resident)
-            elif memory_table(question, resident).verdict("ram") == "FITS":  # beside a disk they are not what counts
-                yield resident
+            elif resident.grad_slots == grad_slots and memory_table(question, resident).verdict("ram") == "FITS":
+                yield resident  # where several blocks share slots, and no disk counts for more
 
 
 def _aside(question: Question, plan: Plan) -> Plan | None:
