@@ -11,6 +11,7 @@ from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
 from megatrain.planner import account, sizes
+from megatrain.planner.ledger import Entries, Ledger
 from megatrain.store import SegmentStore
 from tests import reference
 from tests.engine.streamed import CHUNK_TOKENS, Placement, Streamed, make_plan, same_bytes
@@ -135,7 +136,8 @@ def test_the_planner_counts_what_store_and_engine_make(tmp_path, precision, comp
     assert slots["s.L000.ema"] == 4 * layouts["L000"].num_trainable
     assert sum(size for name, size in slots.items() if name.startswith("s.L000")) == sizes.state_bytes(shapes, "L000")
     store = SegmentStore(list(layouts.values()), precision, plan, torch.device("cpu"), tmp_path)
-    held, rows = store.num_bytes(), {row.component: row.num_bytes for row in account.home_rows(shapes, plan)}
+    held = store.num_bytes()
+    rows = {row.component: row.num_bytes for row in account.home_rows(Ledger(Entries(shapes), plan))}
     assert rows["optimizer state"] == sum(held["ram"][kind] for kind in store.state_kinds)
     assert rows["optimizer state on disk"] == sum(held["disk"][kind] for kind in store.state_kinds)
     assert rows["landing slots of the disk"] == held["ram"]["landing"]

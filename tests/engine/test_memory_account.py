@@ -62,7 +62,7 @@ def test_the_plan_counts_what_is_taken(
     assert counted_device_bytes == slots_bytes + taken.get("hbm", 0)
     assert slots_bytes <= places.arena.num_bytes <= slots_bytes + 256 * len(places.arena._pieces)
     for tier in ("ram", "disk"):
-        counted = sum(row.num_bytes for row in account.home_rows(shapes, plan) if row.tier == tier)
+        counted = sum(row.num_bytes for row in account.home_rows(Ledger(Entries(shapes), plan)) if row.tier == tier)
         assert counted == taken.get(tier, 0), tier
     reserved = sum(arena.num_bytes for arena in store._arenas) + (store.disk.landing_bytes if store.disk else 0)
     in_ram = [kind for segment in layouts for kind in store.kinds(segment)]

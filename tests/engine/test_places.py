@@ -9,6 +9,7 @@ from megatrain.engine.places import Places
 from megatrain.models.layout import layout_of
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import account, sizes
+from megatrain.planner.ledger import Entries, Ledger
 from megatrain.schedule.ops import Place
 from megatrain.store.store import SegmentStore
 from tests.engine.streamed import Placement, make_plan
@@ -29,7 +30,7 @@ def test_a_state_slot_is_what_the_planner_counts_and_the_gradient_has_no_home(pr
         assert own == sizes.segment_hbm_bytes(shapes, segment), segment.name
     store = SegmentStore(list(LAYOUTS.values()), precision, plan, torch.device("cpu"))
     assert {s.name for s in plan.segments if "grad" not in store.kinds(s.name)} == STREAMED
-    rows = {row.component: row.num_bytes for row in account.home_rows(shapes, plan)}
+    rows = {row.component: row.num_bytes for row in account.home_rows(Ledger(Entries(shapes), plan))}
     kinds = store.num_bytes()["ram"]
     assert rows["gradients"] == kinds["grad"]
     assert rows["optimizer state"] == kinds["m"] + kinds["v"] + kinds.get("lo", 0)

@@ -40,6 +40,7 @@ from megatrain.planner.floor import Floor
 from megatrain.planner.parts import Parts
 from megatrain.planner.passes import Link, Travel
 from megatrain.planner.room import border
+from megatrain.schedule import build
 from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan, validate
 from tests.planner.test_planner import spec_of
@@ -90,6 +91,8 @@ def test_what_is_chosen_beats_streaming_everything_and_keeps_the_budget(hbm_gib:
     streamed = replace(
         plan,
         round_micro_batches=1,
+        weight_slots=2,
+        grad_slots=2,
         segments=tuple(
             replace(s, state="ram", activations="recompute", weights="pool", grads="pool") if s.kind == "block" else s
             for s in plan.segments
@@ -119,15 +122,15 @@ def test_with_room_for_all_nothing_streams_and_no_more_is_taken_than_makes_it_fa
     assert predict(asked.work, whole).step_s == pytest.approx(predict(asked.work, plan).step_s)
 
 
-def test_the_last_block_that_streams_has_one_slot() -> None:
-    """The bytes of a second one, which nothing would use, are room for something else."""
+def test_there_are_no_more_slots_than_blocks_that_stream() -> None:
+    """The bytes of others, which nothing would use, are room for something else."""
     asked = question(spec_of(3, 2048, tied=False, vocab_size=5000), train_batch_size=2)
     found = set()
     for hbm_gib in range(10, 31):
         plan = search(with_memory(asked, hbm_gib / 8, 60))
         pooled = sum(block.weights == "pool" for block in plan.blocks)
-        assert plan.weight_slots == (1 if pooled == 1 else 2)
-        assert plan.grad_slots in ((1,) if pooled == 1 else (2, 3) if pooled > 2 else (2,))
+        assert plan.weight_slots == (1 if pooled <= 1 else 2)
+        assert plan.grad_slots in ((1,) if pooled <= 1 else (2, 3) if pooled > 2 else (2,))
         found.add(pooled)
         validate(plan)
     assert {1, 2} <= found
@@ -230,13 +233,26 @@ def test_what_is_chosen_is_the_cheapest_of_all_and_no_plan_costs_less_than_its_f
     floor, ways, costs_s = Floor(asked), fillings(asked), []
     for start in placed(asked):
         least_s = floor.least(*lightest(start, ways[0]))
-        for plan in map(without_idle_slots, filled(asked, start, *ways)):
+        for plan in (without_idle_slots(asked, plan) for plan in filled(asked, start, *ways)):
             floor_s, found_s = floor(plan), cost_s(asked, plan)
             assert least_s <= floor_s * (1 + 1e-9), plan
             assert floor_s + wear_s(asked, plan) <= found_s * (1 + 1e-9), plan
             costs_s.append(found_s)
     assume(costs_s)
     assert cost_s(asked, search(asked)) == pytest.approx(min(costs_s))
+
+
+@pytest.mark.parametrize("num_trained", [0, 1, 2, 7])
+def test_frozen_blocks_take_no_gradient_slots(num_trained: int) -> None:
+    """HBM that no gradient would pass through made a run that fits be refused."""
+    trained = range(9 - num_trained, 9)  # of eight blocks, HEAD behind them
+    asked = question(with_frozen(spec_of(8, 4096, tied=False), set(range(1, 9)) - {*trained}), train_batch_size=8)
+    for hbm_gib in (3.5 if num_trained < 2 else 4, 5.5, 9):
+        plan = search(with_memory(asked, hbm_gib, 60))
+        used = {place for op in build(plan, "train", 4, True) for place in op.writes if place.pool == "g"}
+        shared = {place for place in used if isinstance(place.key, int)}
+        assert plan.grad_slots == max(1, len(shared)), plan
+        assert memory_table(with_memory(asked, hbm_gib, 60), plan).overall != "NO"
 
 
 def test_a_gradient_slot_is_held_by_blocks_that_are_trained_alone() -> None:

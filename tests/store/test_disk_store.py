@@ -24,7 +24,8 @@ from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.optim import AdamW
 from megatrain.planner.account import home_rows
-from megatrain.planner.landing import extents, landing_bytes
+from megatrain.planner.landing import extents_of, landing_bytes
+from megatrain.planner.ledger import Entries, Ledger
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.store import SegmentStore
@@ -53,6 +54,11 @@ def disk_store(
     folder: Path, precision: Precision, homes: Mapping[str, tuple[str, str]] = ALL, slots: int = 2
 ) -> SegmentStore:
     return SegmentStore([layout_of(s) for s in SPEC.segments], precision, plan_of(SPEC, homes, slots), CPU, folder)
+
+
+def extents(plan: Plan, store: SegmentStore, size: int) -> list[tuple[str, int]]:
+    """(kind, bytes in whole pages) of everything that lives on disk."""
+    return [extent for segment in plan.segments for extent in extents_of(segment, store.layouts[segment.name], size)]
 
 
 def contents(store: SegmentStore) -> dict[tuple[str, str], torch.Tensor]:
@@ -114,13 +120,13 @@ def test_only_planned_kinds_are_on_disk_and_bytes_are_where_the_plan_says(tmp_pa
     }  # fmt: skip
     size = 2 if precision == "bf16" else 4
     plan = plan_of(SPEC, SOME, slots=3)
-    table = extents(plan, store.layouts, size)
+    table = extents(plan, store, size)
     found = store.num_bytes()
-    pages = sum(num_bytes for _, _, num_bytes in table)
+    pages = sum(num_bytes for _, num_bytes in table)
     assert pages - 4096 * len(table) < sum(found["disk"].values()) <= pages
     assert found["ram"]["landing"] == 3 * sum(landing_bytes(plan, store.layouts, size).values())
     shapes = Shapes(SPEC, store.layouts, size, 8, 8, compiled=False)
-    rows = {row.component: row.num_bytes for row in home_rows(shapes, plan)}
+    rows = {row.component: row.num_bytes for row in home_rows(Ledger(Entries(shapes), plan))}
     assert rows["landing slots of the disk"] == found["ram"]["landing"], "what the planner counts"
     store.close()
 
@@ -246,7 +252,7 @@ def test_export_reads_each_home_once(tmp_path: Path):
     copy_into(store, random_store("bf16"))
     before = store.disk.file.read_bytes
     write_hf_folder(tmp_path / "out", store, SPEC, tiny_config(), None, dtype=torch.float32)
-    sizes = [n for _, kind, n in extents(plan_of(SPEC, ALL), store.layouts, 2) if kind in ("w", "lo")]
+    sizes = [n for kind, n in extents(plan_of(SPEC, ALL), store, 2) if kind in ("w", "lo")]
     assert store.disk.file.read_bytes - before == sum(sizes)
 
 

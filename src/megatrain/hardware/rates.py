@@ -43,7 +43,6 @@ PRODUCTS_IN_STEP, HBM_IN_STEP = 1.19, 0.88
 # updates of six plans, beside copies, took 0.81 to 0.90 of what was modelled; with this, and at 1.1 of doctor's rate
 # (planner/costs.py UPDATE_SHARE), those of 22 plans took 0.89 to 1.10.
 DRAM_BESIDE_UPDATE = 1.45
-BOTH_SHARE = 0.89  # of the two single rates, when both directions run: 2 × 49 of 2 × 55 GB/s there
 
 # When nothing was measured: modest figures, which a plan names as assumed.
 ASSUMED: Mapping[DeviceKind, Rates] = {

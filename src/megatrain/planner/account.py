@@ -64,7 +64,7 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
     working, ends = ledger.working_bytes(), ledger.ends_bytes()
     peak = max(working, key=working.__getitem__)
     rows = [
-        *_home_rows(ledger),
+        *home_rows(ledger),
         MemoryRow("slots and homes of EMBED and HEAD", device_tier, ends),
         MemoryRow("homes of resident blocks", device_tier, ledger.total_bytes("own") - ends),
         MemoryRow("shared weight slots", device_tier, weight_pool),
@@ -105,12 +105,8 @@ def kept_checkpoints(question: Question) -> int:
     return config.save_total_limit + 1 + (config.eval_dataset is not None)
 
 
-def home_rows(shapes: Shapes, plan: Plan) -> list[MemoryRow]:
+def home_rows(ledger: Ledger) -> list[MemoryRow]:
     """What the store holds in RAM and on disk."""
-    return _home_rows(Ledger(Entries(shapes), plan))
-
-
-def _home_rows(ledger: Ledger) -> list[MemoryRow]:
     return [
         MemoryRow("weights", "ram", ledger.total_bytes("ram_weights")),
         MemoryRow("optimizer state", "ram", ledger.total_bytes("ram_state")),

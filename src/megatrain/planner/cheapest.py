@@ -63,7 +63,7 @@ def _cheapest(question: Question) -> Plan | None:
             if found_s < best_s:
                 best, best_s = first.plan, found_s
             continue
-        for plan in map(without_idle_slots, filled(question, first.plan, *ways)):
+        for plan in (without_idle_slots(question, made) for made in filled(question, first.plan, *ways)):
             if plan not in seen:
                 seen.add(plan)
                 note(plan, is_full=True)
@@ -101,9 +101,4 @@ def cost_s(question: Question, plan: Plan) -> float:
 
 def wear_s(question: Question, plan: Plan) -> float:
     """What a step writes to the disk, as seconds."""
-    if not plan.disk_slots:
-        return 0.0
-    shapes = question.shapes
-    states = sum(sizes.state_bytes(shapes, s.name) for s in plan.segments if s.state_on_disk)
-    weights = sum(sizes.weights_bytes(shapes, s.name) for s in plan.segments if s.weights_on_disk and s.trainable)
-    return WEAR_S * (states + weights)
+    return WEAR_S * sizes.step_written_bytes(question.shapes, plan) if plan.disk_slots else 0.0

@@ -99,7 +99,7 @@ def _small(question: Question) -> Iterator[Plan]:
             continue
         streamed = _in_passes(_streamed(question, size, inputs), clip_mode)
         for num_residents in _resident_counts(question, clip_mode, least=1):
-            yield from _with_disk(question, _with_slots(question, _with_residents(streamed, num_residents)))
+            yield from _with_disk(question, without_idle_slots(question, _with_residents(streamed, num_residents)))
 
 
 def _inputs(question: Question) -> list[Activations]:
@@ -153,7 +153,8 @@ def placed(question: Question) -> Iterator[Plan]:
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
         streamed = replace(streamed, grad_slots=grad_slots)
         for num_residents in _resident_counts(question, clip_mode, finest):
-            resident = _aside(question, _with_slots(question, _with_residents(streamed, num_residents, head_first)))
+            resident = without_idle_slots(question, _with_residents(streamed, num_residents, head_first))
+            resident = _aside(question, resident)
             if resident is None:
                 break  # more of them need more
             if not more_slots:
@@ -185,21 +186,17 @@ def _aside(question: Question, plan: Plan) -> Plan | None:
     return aside(border(lambda count: room(aside(count)), most, has, least, lacks))
 
 
-def _with_slots(question: Question, plan: Plan) -> Plan:
-    """`plan` with one shared slot if one block is all that streams: none travels while another is computed."""
-    if sum(block.weights == "pool" for block in plan.blocks) != 1:
-        return plan
-    return replace(plan, weight_slots=question.config.weight_slots or 1, grad_slots=1)
-
-
-def without_idle_slots(plan: Plan) -> Plan:
-    """`plan` without slots that nothing passes through any more, of inputs or of gradients: two ways led to it."""
-    shared = sum(block.grads == "pool" for block in plan.blocks)
-    grad_slots = min(plan.grad_slots, max(GRAD_SLOTS[0], shared))
+def without_idle_slots(question: Question, plan: Plan) -> Plan:
+    """`plan` without slots that nothing passes through: no more than blocks that share them, but for slots of weights
+    that were asked for; none of inputs if none travels."""
+    weights = sum(block.weights == "pool" for block in plan.blocks)
+    grads = sum(block.grads == "pool" and block.trainable for block in plan.blocks)
+    weight_slots = question.config.weight_slots or min(plan.weight_slots, max(1, weights))
+    grad_slots = min(plan.grad_slots, max(1, grads))
     act_slots = plan.act_slots if plan.offloaded else 0
-    if (grad_slots, act_slots) == (plan.grad_slots, plan.act_slots):
+    if (weight_slots, grad_slots, act_slots) == (plan.weight_slots, plan.grad_slots, plan.act_slots):
         return plan
-    return replace(plan, grad_slots=grad_slots, act_slots=act_slots)
+    return replace(plan, weight_slots=weight_slots, grad_slots=grad_slots, act_slots=act_slots)
 
 
 def _with_residents(plan: Plan, count: int, head_first: bool = True) -> Plan:

@@ -26,15 +26,6 @@ def largest_of(segments: Iterable[tuple[Extent, ...]]) -> dict[str, int]:
     return largest
 
 
-def extents(plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int) -> list[tuple[str, str, int]]:
-    """(segment, kind, bytes in whole pages) of everything that lives on disk."""
-    return [
-        (segment.name, kind, num_bytes)
-        for segment in plan.segments
-        for kind, num_bytes in extents_of(segment, layouts[segment.name], compute_bytes)
-    ]
-
-
 def extents_of(segment: SegmentPlan, layout: Layout, compute_bytes: int) -> tuple[Extent, ...]:
     """What a segment has on disk."""
     found = []

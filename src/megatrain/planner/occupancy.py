@@ -12,11 +12,10 @@ from typing import NamedTuple
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, framework_bytes, home_rows
 from megatrain.planner.costs import content_bytes
+from megatrain.planner.ledger import Ledger
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.ops import Kind, Op, Place, Schedule
 from megatrain.schedule.plan import Plan, Tier
-
-FLOW_POOLS = ("act", "h", "dact", "kept")  # one for each micro-batch
 
 # Kind of op -> what it takes while it runs.
 WORKING: Mapping[Kind, Callable[[Shapes, Op], int]] = {
@@ -44,7 +43,7 @@ def occupancy(
     tier = question.machine_tier
     resident = {segment.name for segment in plan.segments if segment.state == "hbm"}
     for place, segment, start_s, end_s in _lives(schedule, times_s, resident):
-        count = per_visit if place.pool in FLOW_POOLS else 1
+        count = 1 if place.micro_batch is None else per_visit
         num_bytes = count * content_bytes(question.shapes, place, segment)
         changes[tier] += [(start_s, num_bytes), (end_s, -num_bytes)]
     for op, (start_s, end_s) in zip(schedule, times_s, strict=True):
@@ -62,7 +61,7 @@ def _home_bytes(question: Question, plan: Plan) -> dict[Tier, int]:
     resident = [segment.name for segment in plan.segments if segment.state == "hbm"]
     homes = sum(sizes.weights_bytes(shapes, name) + sizes.state_bytes(shapes, name) for name in resident)
     ram = sizes.program_ram_bytes(shapes, device) + sum(
-        row.num_bytes for row in home_rows(shapes, plan) if row.tier == "ram"
+        row.num_bytes for row in home_rows(Ledger(question.entries, plan)) if row.tier == "ram"
     )
     if device == "cpu":
         return {"ram": ram}

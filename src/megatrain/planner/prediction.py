@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from megatrain.hardware.rates import Rates
 from megatrain.planner.costs import CostModel, VisitCosts
@@ -100,7 +100,6 @@ def predict(work: Workload, plan: Plan) -> Prediction:
     return Prediction(step_s, lanes_s, work_s, critical_s, ops, times_s)
 
 
-@lru_cache(maxsize=4)  # a price asks for the step that was just predicted, for what it writes
 def step_of(plan: Plan, num_micro_batches: int) -> Schedule:
     """All ops of a step among others; of a model that is only read, of its evaluation."""
     read_only = plan.lowest_trainable == len(plan.segments)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 from megatrain.errors import PlanError
 from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
-from megatrain.planner.costs import content_bytes
-from megatrain.planner.prediction import MOST_ROUNDS, Prediction, Workload, predict, step_of, times_in_step
+from megatrain.planner.prediction import Prediction, predict
 from megatrain.planner.table import figure, gib
-from megatrain.schedule.build import rounds
-from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan
 
 TB = 1e12
@@ -122,7 +119,7 @@ def price_of(question: Question, plan: Plan) -> Price:
         model_flops=config.train_batch_size * train_flops(shapes.spec, [config.max_length]),
         checkpoint_bytes=shapes.checkpoint_bytes,
         checkpoints=kept_checkpoints(question),
-        step_written_bytes=step_written_bytes(question.work, plan),
+        step_written_bytes=sizes.step_written_bytes(shapes, plan),
         num_steps=steps,
         run_written_bytes=None if steps is None else run_written_bytes(question, plan, steps),
         disk_tbw_bytes=config.memory.disk_tbw,
@@ -132,7 +129,7 @@ def price_of(question: Question, plan: Plan) -> Price:
 def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
     """What `num_steps` write to the disk: state and weights that live there, and all checkpoints or the model alone."""
     config, shapes = question.config, question.shapes
-    written = num_steps * step_written_bytes(question.work, plan)
+    written = num_steps * sizes.step_written_bytes(shapes, plan)
     if config.save_strategy == "no":
         return written + sum(sizes.weights_bytes(shapes, name) for name in shapes.layouts)
     return written + -(-num_steps // config.save_steps) * shapes.checkpoint_bytes
@@ -146,22 +143,9 @@ def refuse_wear(question: Question, plan: Plan, num_steps: int) -> None:
     written = run_written_bytes(question, plan, num_steps)
     if written <= limit:
         return
-    step_bytes = step_written_bytes(question.work, plan)
+    step_bytes = sizes.step_written_bytes(question.shapes, plan)
     share = f"{num_steps:,} steps of {gib(step_bytes)}, the rest are checkpoints"
     raise PlanError(
         f"the run would write {gib(written)} to the disk ({share}), memory.disk_max_written is {gib(limit)}; raise it, "
         "give more memory.ram so that less lives on disk, or save less often (save_steps)"
-    )
-
-
-def step_written_bytes(work: Workload, plan: Plan) -> int:
-    """Bytes that one step writes to the disk, from its schedule."""
-    num_rounds = len(rounds(work.num_micro_batches, plan.round_micro_batches))
-    ops = step_of(replace(plan, round_micro_batches=1), min(num_rounds, MOST_ROUNDS))
-    return sum(
-        times * content_bytes(work.shapes, place, op.segment)
-        for op, times in zip(ops, times_in_step(ops, num_rounds), strict=True)
-        if op.lane is Lane.DISK
-        for place in op.writes
-        if place.pool.startswith("disk")
     )

@@ -164,6 +164,12 @@ def gradient_bytes(shapes: Shapes, segment: str) -> int:
     return shapes.segment_bytes[segment][2]
 
 
+def step_written_bytes(shapes: Shapes, plan: Plan) -> int:
+    """What a step writes to the disk: state, and weights that it changes."""
+    states = sum(state_bytes(shapes, s.name) for s in plan.segments if s.state_on_disk)
+    return states + sum(weights_bytes(shapes, s.name) for s in plan.segments if s.weights_on_disk and s.trainable)
+
+
 def slot_bytes(
     spec: ModelSpec, plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int, micro_batch_tokens: int
 ) -> dict[str, int]:
