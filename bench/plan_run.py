@@ -119,10 +119,10 @@ def play(run: Planned, pace: Pace) -> Run:
     return Run(steps_s, start_s, *seen, marks, *peaks, working)
 
 
-def kinds_s(trace: Trace | None) -> dict[str, float]:
+def kinds_s(trace: Trace) -> dict[str, float]:
     """ "lane KIND" -> seconds of all such ops."""
     total: dict[str, float] = {}
-    for op, start_s, end_s in trace.timed() if trace else ():
+    for op, start_s, end_s in trace.timed():
         key = f"{op.lane} {op.kind}"
         total[key] = total.get(key, 0.0) + end_s - start_s
     return total

@@ -123,16 +123,16 @@ def run_megatrain(
         return lanes_s | {"either disk lane": either_s(engine.trace)}
 
     timing = measure(step, args.warm, args.steps)
-    if args.trace and engine.trace is not None:
+    if args.trace:
         engine.trace.write(Path(args.trace))
     engine.close()
     store.close()
     return timing
 
 
-def either_s(trace: Trace | None) -> float:
+def either_s(trace: Trace) -> float:
     """Seconds in which the disk was read, written or both: it is one device."""
-    rows = sorted(times for op, *times in trace.timed() if op.lane in (Lane.DISK, Lane.DISK_READ)) if trace else []
+    rows = sorted(times for op, *times in trace.timed() if op.lane in (Lane.DISK, Lane.DISK_READ))
     busy_s, until_s = 0.0, 0.0
     for start_s, end_s in rows:
         busy_s += max(0.0, end_s - max(start_s, until_s))

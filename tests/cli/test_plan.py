@@ -12,6 +12,7 @@ import pytest
 from megatrain.hardware.described import machine_names
 from tests.cli.test_verbs import bits, megatrain
 
+SVG = "{http://www.w3.org/2000/svg}"
 DATA = Path(__file__).parents[1] / "planner" / "data"
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -129,6 +130,36 @@ def test_training_follows_an_edited_plan_to_the_same_bits(
     usual, mine = bits(tmp_path / "usual", 2), bits(tmp_path / "mine", 2)
     assert usual.keys() == mine.keys()
     assert all(bool((usual[name] == mine[name]).all()) for name in usual)
+
+
+def test_a_real_step_is_laid_beside_the_simulated_one(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run keeps the ops of a warm step: its chart shows each where it ran, and rates fitted to it predict it."""
+    assert megatrain("train", run_config, "max_steps=4", "eval_steps=4", "save_steps=4") == 0
+    run, picture = tmp_path / "run", tmp_path / "real.svg"
+    rows = [json.loads(line) for line in (run / "trace.jsonl").read_text().splitlines()]
+    capsys.readouterr()
+    beside = ("--plan", run / "plan.json", "--trace", run / "trace.jsonl", "--plot", picture)
+    assert megatrain("plan", run_config, "max_steps=4", *beside) == 0
+    shown = capsys.readouterr().out
+    whole_s = max(row["end_s"] for row in rows) - min(row["start_s"] for row in rows)
+    assert f"trace: {whole_s:.3f} s; simulated at the rates fitted to it: " in shown
+    bars = [rect for rect in ET.parse(picture).iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    assert len(bars) == len(rows)
+    assert {"FORWARD", "HEAD", "BACKWARD", "UPDATE", "FETCH", "DRAIN"} <= {row["kind"] for row in rows}
+
+
+def test_a_plan_that_writes_more_than_allowed_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", folder, "--machine", "24gb-64gb", "max_steps=1000")
+    assert megatrain(*words, "memory.disk_max_written=10TB") == 0
+    capsys.readouterr()
+    assert megatrain(*words, "memory.disk_max_written=10GB") == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("the run would write ")
+    assert "memory.disk_max_written is 9.31 GiB; raise it" in last
+    assert megatrain(*words, "memory.disk_max_written=10GB", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["misfit"] == last
 
 
 def test_a_run_in_two_passes_has_the_same_bits(run_config: Path, tmp_path: Path) -> None:

@@ -32,13 +32,13 @@ from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig
 from megatrain.config_run import FACTS, saved_steps
 from megatrain.data import BatchPlan, MicroBatch
-from megatrain.errors import CheckpointError, ConfigError, UserError
+from megatrain.errors import CheckpointError, ConfigError, PlanError, UserError
 from megatrain.hardware import Machine
 from megatrain.hardware.probe import matmul_flops_per_s
 from megatrain.memory import cap_device_memory
 from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner import refuse_misfit
-from megatrain.planner.price import price_of, refuse_wear
+from megatrain.planner.price import price_of, wear_misfit
 from megatrain.train import Keeper, Outcome, Run, RunFolder, Watch, refuse_other_run, train
 from megatrain.train.metrics import Metrics, Work
 from megatrain.train.progress import display
@@ -72,7 +72,9 @@ def train_config(
         if checkpoint is not None:
             refuse_other_run(checkpoint, facts, allowed)
         start_step = _done_steps(checkpoint, num_steps_of(batches))
-        refuse_wear(run.question, run.plan, num_steps_of(batches) - start_step)
+        worn = wear_misfit(run.question, run.plan, num_steps_of(batches) - start_step)
+        if worn is not None:
+            raise PlanError(worn)
         plan_facts = show.plan_json(run.spec, run.plan, run.table, run.machine)
         folder.begin(run.config, plan_facts, environment(run.machine, run.config))
         folder.cut_metrics(start_step)
@@ -200,7 +202,10 @@ def _train_in(
         keeper = Keeper(writer, engine, watch, start_step)
     folder.started()
     metrics.track(lambda say: open_trackers(packages, config, folder.path, say))
-    outcome = train(Run(config, engine, batches, num_steps_of(batches), start_step, evaluation, keeper, metrics, watch))
+    num_steps = num_steps_of(batches)
+    outcome = train(
+        Run(config, engine, batches, num_steps, start_step, evaluation, keeper, metrics, watch, folder.trace)
+    )
     engine.close()
     if keeper is None and outcome.signal is None:
         target = final_model(folder)

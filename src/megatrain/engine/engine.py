@@ -82,7 +82,7 @@ class Engine:
         self.plan = plan
         self.numerics = numerics
         self.applied_steps = 0
-        self.trace: Trace | None = None
+        self.trace = Trace(())  # of the last program
         self._device = device
         places = Places(template.spec, plan, store, device, template.compute_dtype, numerics.micro_batch_tokens)
         num_elements = numerics.micro_batch_tokens * template.spec.hidden_size

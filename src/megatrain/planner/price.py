@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from megatrain.errors import PlanError
 from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
@@ -135,17 +134,15 @@ def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
     return written + -(-num_steps // config.save_steps) * shapes.checkpoint_bytes
 
 
-def refuse_wear(question: Question, plan: Plan, num_steps: int) -> None:
-    """PlanError if `num_steps` would write more than memory.disk_max_written allows."""
+def wear_misfit(question: Question, plan: Plan, num_steps: int) -> str | None:
+    """Why `num_steps` write too much, if that is more than memory.disk_max_written allows."""
     limit = question.config.memory.disk_max_written
-    if limit is None:
-        return
     written = run_written_bytes(question, plan, num_steps)
-    if written <= limit:
-        return
+    if limit is None or written <= limit:
+        return None
     step_bytes = sizes.step_written_bytes(question.shapes, plan)
     share = f"{num_steps:,} steps of {gib(step_bytes)}, the rest are checkpoints"
-    raise PlanError(
+    return (
         f"the run would write {gib(written)} to the disk ({share}), memory.disk_max_written is {gib(limit)}; raise it, "
         "give more memory.ram so that less lives on disk, or save less often (save_steps)"
     )

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from megatrain.train.signals import StopRequest
 from megatrain.train.watch import Watch
 
 DIVERGED_STEPS = 3  # that were skipped at the end of a run, one after the other
+TRACED_STEP = 3  # of a start: kernels are compiled and pools filled by then
 
 
 class Steps(Protocol):
@@ -41,7 +43,7 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """All that the loop needs. `checkpoints` None: save_strategy "no"."""
+    """All that the loop needs. `checkpoints` None: save_strategy "no". `trace`: where the ops of a warm step go."""
 
     config: RunConfig
     engine: Engine
@@ -52,6 +54,7 @@ class Run:
     checkpoints: Checkpoints | None
     metrics: Metrics
     watch: Watch
+    trace: Path
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def train(run: Run) -> Outcome:
             batch = run.data.step(step - 1)
             hyper = hyper_of(config, schedule, step - 1)
             result = run.engine.train_step(token_batches(batch.micro_batches), batch.num_supervised, hyper, step)
+            if step == min(run.start_step + TRACED_STEP, run.num_steps):
+                run.engine.trace.write(run.trace)
             run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
             skipped = 0 if result.applied else skipped + 1
             if skipped:

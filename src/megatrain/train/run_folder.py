@@ -60,6 +60,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def trace(self) -> Path:
+        """trace.jsonl: the ops of one warm step, for `megatrain plan --trace`."""
+        return self.path / "trace.jsonl"
+
+    @property
     def log(self) -> Path:
         """log.txt: what was printed."""
         return self.path / "log.txt"
