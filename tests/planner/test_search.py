@@ -203,6 +203,16 @@ def test_gradients_that_differ_from_run_to_run_are_not_computed_twice() -> None:
     assert search(with_memory(asked, 6, 8.8)).clip_mode == "deferred"
 
 
+def test_a_disk_that_checkpoints_fill_does_not_slow_the_step() -> None:
+    """All plans need the same of it. (Where that left little to spare, the plan that needs least of all was taken.)"""
+    asked = with_memory(question(train_batch_size=8, save_strategy="steps"), 20, 60)
+    plan = search(asked)
+    written = memory_table(asked, plan).total_bytes("disk")
+    full = replace(asked, machine=replace(asked.machine, disk_free_bytes=int(1.01 * written)))
+    assert memory_table(full, plan).verdict("disk") == "TIGHT"
+    assert search(full) == plan
+
+
 def with_frozen(spec: ModelSpec, still: Collection[int]) -> ModelSpec:
     """`spec` with nothing to train in these of its segments."""
     frozen = {

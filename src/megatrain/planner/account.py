@@ -19,12 +19,14 @@ from megatrain.schedule.plan import Plan, Tier
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is chosen for. `machine_tier`: where slots are, hbm on a GPU, ram on a CPU."""
+    """What a plan is chosen for. `machine_tier`: where slots are, hbm on a GPU, ram on a CPU. `to_the_brim`: tiers of
+    which nothing needs to be to spare."""
 
     shapes: Shapes
     config: RunConfig
     machine: Machine
     work: Workload
+    to_the_brim: tuple[Tier, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -37,11 +37,12 @@ class _Candidate:
 
 
 def search(question: Question) -> Plan:
-    """The cheapest plan of the family that fits with something to spare, or the smallest plan there is."""
+    """The cheapest plan of the family that fits with something to spare, of the disk if can be: checkpoints need the
+    same of it under every plan. If there is none, the smallest plan there is."""
     if not trains(question.shapes.spec):
         return to_read(question)
     with _uncollected():
-        return _cheapest(question) or smallest(question)
+        return _cheapest(question) or _cheapest(replace(question, to_the_brim=("disk",))) or smallest(question)
 
 
 def _cheapest(question: Question) -> Plan | None:

@@ -13,7 +13,7 @@ Room = Sequence[float]
 def room_bytes(question: Question, plan: Plan, tiers: Sequence[Tier]) -> Room:
     """What a plan leaves of each tier beside what must be to spare; below 0 it does not fit."""
     table = memory_table(question, plan)
-    return [table.room_bytes(tier) for tier in tiers]
+    return [table.room_bytes(tier, spare=tier not in question.to_the_brim) for tier in tiers]
 
 
 def border(room: Callable[[int], Room], fits: int, has: Room, fails: int, lacks: Room) -> int:

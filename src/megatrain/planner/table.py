@@ -52,10 +52,10 @@ class MemoryTable:
         """Bytes planned in `tier`."""
         return self._totals[tier]
 
-    def room_bytes(self, tier: Tier) -> float:
+    def room_bytes(self, tier: Tier, *, spare: bool = True) -> float:
         """What is left of `tier` beside what should be to spare; below 0: more than a run may be planned with."""
         budget = self.budgets[tier]
-        return budget - spare_bytes(tier, budget) - self.total_bytes(tier)
+        return budget - (spare_bytes(tier, budget) if spare else 0) - self.total_bytes(tier)
 
     def verdict(self, tier: Tier) -> Verdict:
         """Whether `tier` holds its rows. TIGHT: it does, with less to spare than a run may be planned with."""
