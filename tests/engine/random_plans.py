@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Mapping
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,24 @@ def random_plan(dice: random.Random, spec: ModelSpec, num_micro_batches: int) ->
         except PlanError:
             continue
         return plan
+
+
+def mixes_all(plan: Plan) -> bool:
+    """Whether state is in all three tiers, and both the device and the CPU update."""
+    trained = [segment for segment in plan.segments if segment.trainable]
+    engines = {segment.updates_on_device for segment in trained}
+    return {segment.state for segment in trained} == {"hbm", "ram", "disk"} and engines == {True, False}
+
+
+def sample(spec: ModelSpec, num_micro_batches: int, anyhow: int, mixed: int) -> list[tuple[int, str, Plan]]:
+    """(seed, precision, plan): `anyhow` as they come, and `mixed` more that mix all."""
+
+    def played(seed: int) -> tuple[int, str, Plan]:
+        dice = random.Random(seed)
+        return seed, dice.choice(["bf16", "bf16", "fp32"]), random_plan(dice, spec, num_micro_batches)
+
+    further = (drawn for drawn in map(played, count(anyhow)) if mixes_all(drawn[2]))
+    return [*map(played, range(anyhow)), *islice(further, mixed)]
 
 
 def _drawn(dice: random.Random, spec: ModelSpec, num_micro_batches: int) -> Plan:

@@ -26,7 +26,7 @@ from megatrain.memory import peak_rss_bytes, reset_peak_rss
 from megatrain.models.spec_of import model_spec
 from megatrain.planner import memory_table, question_of, sizes
 from megatrain.schedule.plan import Plan
-from tests.engine.random_plans import Following, random_plan
+from tests.engine.random_plans import Following, mixes_all, random_plan, sample
 from tests.engine.replayed import seeds_asked
 from tests.engine.streamed import same_bytes
 from tests.engine.test_chaos import HYPERS, MODELS, STEPS, TOKENS, plain, setting
@@ -103,6 +103,14 @@ def test_the_plans_differ_and_hold_every_choice_alone_and_mixed() -> None:
     assert {plan.round_micro_batches for plan in drawn} >= {1, 2, 4}
     assert any(len({block.activations for block in plan.blocks}) > 1 for plan in drawn)
     assert len({plan.segments for plan in drawn}) == 2 * NUM_FAST
+
+
+def test_a_gpu_plays_twenty_plans_with_all_tiers_and_both_update_engines() -> None:
+    specs = [model_spec(tiny_config(family)) for family in ("smollm2", "llama")]
+    plans = [plan for spec in specs for _, _, plan in sample(spec, 3, 6, 12)]
+    assert len({plan.segments for plan in plans if mixes_all(plan)}) >= 20
+    assert {plan.clip_mode for plan in plans} == {"deferred", "two-pass"}
+    assert any(segment.streams_state for plan in plans if mixes_all(plan) for segment in plan.segments)
 
 
 # --- bytes, as measured -------------------------------------------------------------------------------------------

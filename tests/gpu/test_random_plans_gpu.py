@@ -18,7 +18,7 @@ from megatrain.optim import AdamW
 from megatrain.planner import memory_table, question_of, sizes
 from megatrain.schedule.plan import Plan
 from tests import reference
-from tests.engine.random_plans import Following, random_plan
+from tests.engine.random_plans import Following, random_plan, sample
 from tests.engine.streamed import CHUNK_TOKENS, same_bytes
 from tests.engine.test_random_plans import middling
 from tests.families import tiny_batch, tiny_config, tiny_masters
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.gpu
 
 TOKENS, ROWS, MIB = 128, 3, 1 << 20
 HYPERS = [AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1), AdamW(5e-3, 0.9, 0.95, 1e-8, 0.1)]
-SEEDS = range(16)  # of each model
+ANYHOW, MIXED = 6, 12  # plans of each model: as they come, and with all three tiers and both update engines
 H200 = read_machine("h200-125gb")
 LENGTH, CHUNK = 256, 64
-WORKSPACE_BYTES = 72 * MIB  # cuBLAS takes one from torch's pool for each stream: they are in "CUDA libraries"
+WORKSPACE_BYTES = 66 * MIB  # of matrix products, taken of torch's pool by the engine: they are in "CUDA libraries"
 
 
 def on_gpu(batch: TokenBatch) -> TokenBatch:
@@ -59,10 +59,7 @@ def plain(family: str, precision: str) -> reference.Result:
 
 @pytest.mark.parametrize("family", ["smollm2", "llama"], ids=["tied", "untied"])
 def test_random_plans_give_the_plain_loops_bits(family: str) -> None:
-    for seed in SEEDS:
-        dice = random.Random(seed)
-        precision = dice.choice(["bf16", "bf16", "fp32"])
-        plan = random_plan(dice, model_spec(tiny_config(family)), ROWS)
+    for seed, precision, plan in sample(model_spec(tiny_config(family)), ROWS, ANYHOW, MIXED):
         want = plain(family, precision)
         run = Following(
             tiny_config(family), masters_of(family), TOKENS, plan, precision=precision, device="cuda", threads=2
