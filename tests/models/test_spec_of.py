@@ -13,6 +13,7 @@ from transformers import (
     CTRLConfig,
     Gemma3Config,
     GPT2Config,
+    GPTBigCodeConfig,
     LlamaConfig,
     PreTrainedConfig,
     ReformerConfig,
@@ -21,6 +22,7 @@ from transformers import (
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models import attention
+from megatrain.models.meta import meta_model
 from megatrain.models.spec_of import model_spec
 from megatrain.models.template import ModelTemplate
 from tests.families import CASES, FAMILIES, tiny_batch, tiny_config, tiny_masters
@@ -207,6 +209,25 @@ def test_attention_shapes_are_what_the_layers_ask_for(case: str, monkeypatch: py
 def test_bad_freeze_is_refused(freeze: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         model_spec(tiny_config("llama"), freeze=freeze)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama4", "granitemoe"])  # made with torch.empty, zeros and randn
+def test_experts_larger_than_ram_take_none_and_buffers_stay_real(family: str) -> None:
+    config = tiny_config(family, intermediate_size=2**42)
+    experts = max((t for s in model_spec(config).segments for t in s.tensors), key=lambda t: t.num_elements)
+    assert len(experts.shape) == 3
+    assert 4 * experts.num_elements > 2**50  # bytes, more than a process can even address
+    large, small = (meta_model(c, torch.float32, "eager", False)[0] for c in (config, tiny_config(family)))
+    assert all(parameter.is_meta for parameter in large.parameters())
+    buffers = dict(large.named_buffers())
+    assert buffers.keys() == dict(small.named_buffers()).keys()
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in small.named_buffers())
+
+
+def test_a_buffer_that_is_as_large_is_refused_by_name() -> None:
+    config = GPTBigCodeConfig(n_layer=1, n_embd=64, n_head=4, vocab_size=96, n_positions=2**15)
+    with pytest.raises(ModelError, match=r"GPTBigCodeForCausalLM.*buffer, transformer\.bias of 1,024 MiB.*lower"):
+        model_spec(config, allow_unproven=True)
 
 
 def test_building_leaves_the_next_module_real() -> None:

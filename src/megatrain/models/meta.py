@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError
@@ -18,6 +20,8 @@ from megatrain.models.hf_folder import refusals_of_transformers
 from megatrain.models.router import balance_of
 
 _MOST_LAYERS = 10_000  # a damaged number must not build layers until memory is full
+_MAKERS = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)  # what parameters are made with
+_LARGE_BYTES = 1 << 30  # a tensor of as many is a parameter, not a buffer
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
@@ -44,15 +48,28 @@ def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> 
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Inside, large tensors are born on meta: all experts of a layer are one parameter, which may be larger than RAM.
+
+    Not every tensor: buffers have values (rotary frequencies, embedding scale) that not every family can make anew.
+    """
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _MAKERS and kwargs.get("device") is None:
+            born = func(*args, **{**kwargs, "device": "meta"})
+            if born.nbytes >= _LARGE_BYTES:
+                return born
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter that a module registers goes to the meta device at once.
-
-    Not `torch.device("meta")`: that would lose the values of the buffers (rotary frequencies, embedding scale).
-    """
+    """Inside, every parameter that a module registers goes to the meta device at once, if it was not born there."""
     handle = register_module_parameter_registration_hook(_to_meta)
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         handle.remove()
 
@@ -75,8 +92,11 @@ def _fix_to_buffers(model: PreTrainedModel) -> None:
 
 
 def _refuse_settings(config: PreTrainedConfig, model: PreTrainedModel, family: Family, dtype: torch.dtype) -> None:
-    """No dice that cannot be thrown again, no look ahead, no loss that would be left out."""
+    """No dice that cannot be thrown again, no look ahead, no loss that would be left out, no buffer without values."""
     settings = config.to_dict()
+    large = [f"{name} of {buffer.nbytes >> 20:,} MiB" for name, buffer in model.named_buffers() if buffer.is_meta]
+    if large:
+        raise ModelError(f"{family.architecture} has too large a buffer, {large[0]}; lower what sizes it in its config")
     if not rolls_dice(settings) and any(isinstance(m, nn.Dropout) and m.p > 0.0 for m in model.modules()):
         raise ModelError(
             f"{family.architecture} has dropout that no setting of its config speaks of; it cannot be trained"
