@@ -21,19 +21,18 @@ UNITS_BYTES = {
     "GB": 10**9,
     "TB": 10**12,
 }
+_WRITE = f'write a size with its unit, one of {", ".join(UNITS_BYTES)}: for example "24GiB"'
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)")
 
 
 def parse_size(value: object) -> object:
     """Bytes of "24GiB", "512 MiB", "1.5TB"; anything else is returned as it is, for pydantic to refuse."""
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value.strip())
-        if match is None:
-            raise ValueError('write a size with its unit, for example "24GiB"')
-        return int(Decimal(match[1]) * UNITS_BYTES[match[2]])
-    if value is not None:
-        raise ValueError('write a size with its unit, for example "24GiB"')
-    return value
+    if value is None:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"it may not be negative; {_WRITE}" if str(value).strip().startswith("-") else _WRITE)
+    return int(Decimal(match[1]) * UNITS_BYTES[match[2]])
 
 
 def format_size(num_bytes: int) -> str:
@@ -62,6 +61,7 @@ def _no_nul(text: str) -> str:
     return text
 
 
+Factor = Annotated[float | None, Field(gt=0, le=1e9)]  # rows times far more, or a sum of such weights, is infinite
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_no_nul)]
 
 
@@ -84,7 +84,7 @@ class Memory(BaseModel):
     hbm: Size = Field(default=None, description="GPU memory the run may use")
     ram: Size = Field(default=None, description="host memory the run may use")
     disk: Size = Field(default=None, description="disk space that checkpoints and state on disk may use")
-    disk_tbw: Size = Field(default=None, description="bytes that the drive is rated to have written: its TBW")
+    disk_tbw: Size = Field(default=None, description="bytes that the drive is rated to have written: its TBW", gt=0)
     disk_max_written: Size = Field(default=None, description="bytes that the run may write to the drive")
 
 
@@ -96,5 +96,5 @@ class DatasetPart(BaseModel):
     format: Literal["messages", "text", "prompt_completion", "alpaca", "sharegpt"] | None = Field(
         default=None, description="format of the rows; null: detected"
     )
-    repeat: float | None = Field(default=None, description="times an epoch holds its rows; 0.5: half of them", gt=0)
-    weight: float | None = Field(default=None, description="share of the epoch's rows, against the other weights", gt=0)
+    repeat: Factor = Field(default=None, description="times an epoch holds its rows; 0.5: half of them")
+    weight: Factor = Field(default=None, description="share of the epoch's rows, against the other weights")

@@ -13,6 +13,7 @@ from megatrain.config_spellings import ALIASES, HINTS, keys_of
 from megatrain.config_values import format_size, parse_size
 from megatrain.errors import ConfigError
 
+WRITE_A_SIZE = 'write a size with its unit, one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB: for example "24GiB"'
 BASE = "model: a\ndataset: b\n"
 
 
@@ -64,7 +65,14 @@ def test_batch_factors_multiply(tmp_path: Path) -> None:
         ("max_steps: true\n", "line 3: max_steps is True"),
         ("seed: -1\n", "line 3: seed is -1"),
         ("learning_rate: .inf\n", "line 3: learning_rate is inf"),
-        ("memory: {hbm: 24}\n", 'line 3: memory.hbm is 24; write a size with its unit, for example "24GiB"'),
+        ("memory: {hbm: 24}\n", f"line 3: memory.hbm is 24; {WRITE_A_SIZE}"),
+        ("memory: {ram: 10PiB}\n", f"line 3: memory.ram is '10PiB'; {WRITE_A_SIZE}"),
+        ("memory: {ram: 1kB}\n", f"line 3: memory.ram is '1kB'; {WRITE_A_SIZE}"),
+        ("memory: {ram: 24G}\n", f"line 3: memory.ram is '24G'; {WRITE_A_SIZE}"),
+        ("memory: {ram: -5GiB}\n", f"line 3: memory.ram is '-5GiB'; it may not be negative; {WRITE_A_SIZE}"),
+        ("memory: {ram: -5}\n", f"line 3: memory.ram is -5; it may not be negative; {WRITE_A_SIZE}"),
+        ("memory: {disk_tbw: 0TB}\n", "line 3: memory.disk_tbw is 0; input should be greater than 0"),
+        ("memory: {disk_tbw: 0.5B}\n", "line 3: memory.disk_tbw is 0; input should be greater than 0"),
         ("dataset_format: x\n", "line 3: unknown key 'dataset_format'"),
         ("lora_r: 8\n", "line 3: key 'lora_r' has no place here: MegaTrain trains every parameter"),
         ("use_ema: true\n", "line 3: key 'use_ema' has no place here: ema_decay: 0.999 keeps an average"),
@@ -115,6 +123,8 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
         ("dataset: []\n", "line 2: dataset is (); it may not be empty"),
         ("dataset: [{format: text}]\n", "line 2: dataset.0.path is missing"),
         ("dataset: [{path: a, repeat: 0}]\n", "line 2: dataset.0.repeat is 0; input should be greater than 0"),
+        ("dataset: [{path: a, repeat: 1e308}]\n", "line 2: dataset.0.repeat is 1e+308; input should be less than or"),
+        ("dataset: [{path: a, weight: 1e308}]\n", "line 2: dataset.0.weight is 1e+308; input should be less than or"),
         ("dataset: [{path: a, rows: 3}]\n", "line 2: unknown key 'dataset.0.rows'; a dataset has path, format,"),
         ("dataset: [{path: a, weight: 1}, b]\n", "line 2: dataset b has no weight, and others have one"),
         ("dataset: [{path: a, weight: 1, repeat: 2}]\n", "dataset a has a repeat (2), and weights share this epoch"),
