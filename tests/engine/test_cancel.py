@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -84,3 +88,50 @@ def test_what_depends_on_an_op_is_found() -> None:
     first = next(i for i, op in enumerate(schedule) if op.lane == Lane.COMPUTE)
     assert clip in depending(schedule, first)
     assert depending(schedule, clip) == set()
+
+
+class Hangs(BaseException):
+    """The alarm came a second time: nothing had come of the first one."""
+
+
+def interrupted(executor: Executor, schedule: Schedule, after_s: float) -> bool:
+    """Whether Ctrl-C came in a step, `after_s` behind its start; Hangs if the step then does not end in seconds."""
+    alarms: list[object] = []
+
+    def ring(*_: object) -> None:
+        alarms.append(None)
+        raise KeyboardInterrupt if len(alarms) == 1 else Hangs
+
+    signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_s, 3.0)
+        executor.run(schedule)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return bool(alarms)
+
+
+@pytest.mark.timeout(0)  # the alarm is this test's own
+def test_ctrl_c_at_any_moment_leaves_nobody_waiting() -> None:
+    """Some hundreds at random moments; the lanes then take the next step, so one left waiting shows there."""
+    (schedule, _) = schedules(PLANS["three homes, two rounds"])
+    executor = Executor(lane_devices(torch.device("cpu")), dict.fromkeys(Kind, lambda _: None))
+    dice, num_interrupts, usual = random.Random(0), 0, signal.getsignal(signal.SIGALRM)
+    gc.disable()  # what an interrupt meets inside a collector's callback is lost
+    try:
+        started_s = time.perf_counter()
+        for _ in range(20):
+            executor.run(schedule)
+        step_s = (time.perf_counter() - started_s) / 20
+        while time.perf_counter() < started_s + 5.0:
+            num_interrupts += interrupted(executor, schedule, dice.random() * step_s)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+        gc.enable()
+    closing = threading.Thread(target=executor.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive(), "a lane waits for what will never come"
+    assert num_interrupts > 200

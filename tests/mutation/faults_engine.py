@@ -73,7 +73,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(
         "engine/executor.py",
         "tests/engine/test_executor.py",
-        ("lanes do not wait", "                run.tokens[name].issued.wait()\n", "                pass\n"),
+        (
+            "lanes do not wait",
+            "                    told, mark = mail.get()\n                    marks[told] = mark\n",
+            "                    marks[name] = 0.0\n",
+        ),
     ),
     *of(
         "engine/rules.py",
@@ -99,20 +103,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/engine/test_executor.py tests/engine/test_cancel.py",
         (
             "a lane goes on when what it waited for has failed",
-            "            if run.error is not None:\n                return\n",
+            "            if run.errors:\n                return\n",
             "",
         ),
         (
             "a failed lane leaves the others waiting",
-            "            token.issued.set()\n\n    def lane_finished",
-            "            token.issued.clear()\n\n    def lane_finished",
+            '            mail.put(("", 0.0))\n',
+            "            pass\n",
         ),
         (
             "errors of a lane are swallowed",
-            "if run.error is not None:\n            raise run.error",
-            "if False:\n            raise run.error",
+            "if run.errors:\n            raise run.errors[0]",
+            "if False:\n            raise run.errors[0]",
         ),
-        ("done before the other lanes are", "            run.done.wait()\n", ""),
+        ("done before the other lanes are", "            while left:\n", "            while left and left.clear():\n"),
         (
             "an interrupt leaves lanes waiting",
             "                run.fail(KeyboardInterrupt())\n",

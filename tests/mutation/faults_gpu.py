@@ -32,7 +32,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(
         "engine/executor.py",
         LATE,
-        ("waits are not passed on to streams", "device.wait(run.tokens[name].mark)", "pass"),
+        ("waits are not passed on to streams", "device.wait(marks[name])", "pass"),
     ),
     *of(
         "memory/pinned.py",

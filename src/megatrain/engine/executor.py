@@ -17,40 +17,29 @@ from megatrain.schedule.text import to_text
 Handler = Callable[[Op], None]
 
 
-class _Token:
-    """`mark` is valid once `issued` is set."""
-
-    __slots__ = ("issued", "mark")
-
-    def __init__(self) -> None:
-        self.issued = threading.Event()
-        self.mark: Mark = 0.0
-
-
 class _Run:
-    """One pass over a schedule: its tokens, what has happened, and the first error."""
+    """One pass over a schedule: what lanes tell one another, what has happened, and the errors, the first one first.
+
+    Lanes share lists and queues written in C and no lock. Ctrl-C comes between any two steps of Python in the caller's
+    thread, and inside a `threading.Event` it left the lock taken: a lane, or `fail` itself, then waited for ever.
+    """
 
     def __init__(self, schedule: Schedule, lanes: tuple[Lane, ...]) -> None:
         self.ops = {lane: [op for op in schedule if op.lane == lane] for lane in lanes}
-        self.tokens = {op.records: _Token() for op in schedule if op.records is not None}
+        self.mail: dict[Lane, queue.SimpleQueue[tuple[str, Mark]]] = {lane: queue.SimpleQueue() for lane in lanes}
+        self.readers: dict[str | None, list[Lane]] = {}  # token -> the lanes that wait for it, which are sent its mark
+        for op in schedule:
+            for name in op.waits:
+                self.readers.setdefault(name, []).append(op.lane)
         self.rows: dict[Lane, list[tuple[Op, Mark, Mark]]] = {lane: [] for lane in lanes}
-        self.error: BaseException | None = None
-        self.left = len(lanes)
-        self.lock = threading.Lock()
-        self.done = threading.Event()
+        self.errors: list[BaseException] = []
+        self.ended: queue.SimpleQueue[Lane] = queue.SimpleQueue()
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first error and wake every waiting lane, so that none hangs."""
-        with self.lock:
-            self.error = self.error or error
-        for token in self.tokens.values():
-            token.issued.set()
-
-    def lane_finished(self) -> None:
-        with self.lock:
-            self.left -= 1
-            if self.left == 0:
-                self.done.set()
+        """Remember the error and wake every waiting lane, so that none hangs."""
+        self.errors.append(error)
+        for mail in self.mail.values():
+            mail.put(("", 0.0))
 
 
 class Executor:
@@ -73,19 +62,20 @@ class Executor:
 
     def run(self, schedule: Schedule) -> Trace:
         """Run every op of `schedule`; lanes start and end idle."""
-        run = _Run(schedule, tuple(self._lanes))
+        run, left = _Run(schedule, tuple(self._lanes)), set(self._lanes)
         try:
             for inbox in self._inbox.values():
                 inbox.put(run)
             compute = self._lanes[Lane.COMPUTE]
             with compute.context():
                 self._issue(run, Lane.COMPUTE, compute)
-            run.done.wait()
+            while left:
+                left.remove(run.ended.get())
         finally:
-            if not run.done.is_set():  # Ctrl-C between two ops: else lanes would wait for ever for this one
+            if left:  # Ctrl-C between two ops: else lanes would wait for ever for this one
                 run.fail(KeyboardInterrupt())
-        if run.error is not None:
-            raise run.error
+        if run.errors:
+            raise run.errors[0]
         return Trace(tuple(TraceRow(op, start, end) for rows in run.rows.values() for op, start, end in rows))
 
     def close(self) -> None:
@@ -111,22 +101,23 @@ class Executor:
                 if unfinished:
                     error.add_note(f"op: {to_text(unfinished[:1]).strip()}")
                 run.fail(error)
-        run.lane_finished()
+        run.ended.put(lane)
 
     def _run_lane(self, run: _Run, lane: Lane, device: LaneDevice) -> None:
-        rows = run.rows[lane]
+        rows, mail = run.rows[lane], run.mail[lane]
+        marks: dict[str, Mark] = {}  # what this lane was told so far
         for op in run.ops[lane]:
             for name in op.waits:
-                run.tokens[name].issued.wait()
-            if run.error is not None:
+                while name not in marks and not run.errors:
+                    told, mark = mail.get()
+                    marks[told] = mark
+            if run.errors:
                 return
             for name in op.waits:
-                device.wait(run.tokens[name].mark)
+                device.wait(marks[name])
             start = device.mark()
             self._handlers[op.kind](op)
             end = device.mark()
-            if op.records is not None:
-                token = run.tokens[op.records]
-                token.mark = end
-                token.issued.set()
+            for reader in run.readers.get(op.records, ()):
+                run.mail[reader].put((op.records, end))
             rows.append((op, start, end))
