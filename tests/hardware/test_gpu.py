@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.doctor import LIMIT_S, examined
 from megatrain.hardware import gpu
 from megatrain.hardware.gpu import (
     LARGE_BYTES,
@@ -173,3 +175,14 @@ def test_the_real_gpu() -> None:
     cuda = torch.device("cuda")
     bf16 = sustained_matmul_flops_per_s(cuda, torch.bfloat16, 0.5)
     assert bf16 > sustained_matmul_flops_per_s(cuda, torch.float32, 0.5) > 1e12
+
+
+@pytest.mark.gpu
+def test_a_whole_examination_takes_less_than_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    took_s, found = examined(tmp_path)
+    print(f"doctor: {took_s:.1f} s")
+    assert took_s < LIMIT_S
+    measured: Any = found["measured"]
+    assert measured["failed"] == {}
+    assert all(measured[name] for name in ("pin", "link", "hbm_Bps", "attention_flops_per_s", "dma_slowdown", "disk"))
