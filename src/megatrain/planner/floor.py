@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatrain.planner.account import Question
-from megatrain.planner.parts import Columns, Part, Parts
+from megatrain.planner.parts import Part, Parts
 from megatrain.planner.passes import Link, Passes, Travel
 from megatrain.schedule.build import rounds
 from megatrain.schedule.plan import Plan
@@ -40,7 +40,7 @@ class Floor:
             columns = columns._replace(again_s=np.array([part.again_s for part in parts]))
         return self._of(kept, parts, columns)
 
-    def _of(self, plan: Plan, parts: Sequence[Part], columns: Columns) -> float:
+    def _of(self, plan: Plan, parts: Sequence[Part[float]], columns: Part[np.ndarray]) -> float:
         num_rounds = len(rounds(self._work.num_micro_batches, plan.round_micro_batches))
         passes = Travel(plan, columns, num_rounds, self._link).passes()
         if plan.clip_mode == "two-pass":
@@ -51,7 +51,7 @@ class Floor:
         return float(max(step_s, passes.disk_s) + self._work.rates.step_s + BESIDE_SHARE * beside_s)
 
     def _deferred_s(
-        self, plan: Plan, parts: Sequence[Part], columns: Columns, passes: Passes, num_rounds: int
+        self, plan: Plan, parts: Sequence[Part[float]], columns: Part[np.ndarray], passes: Passes, num_rounds: int
     ) -> float:
         """After the update of a segment, its forward and what follows is still to come."""
         fetch_s = (columns.fetched_bytes + columns.own_bytes) / self._link.h2d_Bps
@@ -61,7 +61,7 @@ class Floor:
         ends_s = (updated_s + np.maximum(fetch_s + forward_s, fetches_s))[columns.host_s > 0]
         return passes.backward_s + passes.later_s + max(passes.first_s, ends_s.max(initial=0.0))
 
-    def _updated_s(self, plan: Plan, parts: Sequence[Part]) -> np.ndarray:
+    def _updated_s(self, plan: Plan, parts: Sequence[Part[float]]) -> np.ndarray:
         """When each update on the host ends, one behind the other, each with its state from the disk."""
         landing, now_s, ends_s = _Landing(plan.disk_slots), 0.0, []
         for part in parts:
@@ -72,7 +72,7 @@ class Floor:
             ends_s.append(now_s)
         return np.array(ends_s)
 
-    def _two_passes_s(self, plan: Plan, parts: Sequence[Part], passes: Passes) -> float:
+    def _two_passes_s(self, plan: Plan, parts: Sequence[Part[float]], passes: Passes) -> float:
         """In the second backward a gradient leaves its slot for a landing slot, which the update before it frees."""
         now_s = passes.first_s + passes.backward_s
         least_s = now_s + passes.again_s

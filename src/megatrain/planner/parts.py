@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,48 +13,28 @@ from megatrain.schedule.ops import Kind, Lane, Op, Place
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.schedule.slots import kept_places
 
-
-class Part(NamedTuple):
-    """What a segment brings to a step; 0 of what it has not. Passes: of all micro-batches."""
-
-    forward_s: float
-    backward_s: float
-    again_s: float  # a second backward, which finds nothing kept
-    sums_s: float  # its gradient cleared, and its norm
-    device_s: float  # its update there
-    host_s: float  # its update there
-    fetched_bytes: float  # its weights, to a shared slot
-    own_bytes: float  # its weights, to a slot of their own, once
-    drained_bytes: float  # its gradient, to an update on the host
-    shared_bytes: float  # of that, what leaves a shared slot
-    input_bytes: float
-    weights_s: float  # to read them from the disk
-    state_s: float
-    spill_s: float
-    way: float  # stretches of blocks are cut where it changes
+T = TypeVar("T", float, np.ndarray)
 
 
-class Columns(NamedTuple):
-    """The same of all segments of a plan: fields of `Part`."""
+class Part(NamedTuple, Generic[T]):
+    """What a segment brings to a step, or, as columns, each segment of a plan; 0 of what it has not. Passes: of all
+    micro-batches."""
 
-    forward_s: np.ndarray
-    backward_s: np.ndarray
-    again_s: np.ndarray
-    sums_s: np.ndarray
-    device_s: np.ndarray
-    host_s: np.ndarray
-    fetched_bytes: np.ndarray
-    own_bytes: np.ndarray
-    drained_bytes: np.ndarray
-    shared_bytes: np.ndarray
-    input_bytes: np.ndarray
-    weights_s: np.ndarray
-    state_s: np.ndarray
-    spill_s: np.ndarray
-    way: np.ndarray
-
-
-assert Columns._fields == Part._fields
+    forward_s: T
+    backward_s: T
+    again_s: T  # a second backward, which finds nothing kept
+    sums_s: T  # its gradient cleared, and its norm
+    device_s: T  # its update there
+    host_s: T  # its update there
+    fetched_bytes: T  # its weights, to a shared slot
+    own_bytes: T  # its weights, to a slot of their own, once
+    drained_bytes: T  # its gradient, to an update on the host
+    shared_bytes: T  # of that, what leaves a shared slot
+    input_bytes: T
+    weights_s: T  # to read them from the disk
+    state_s: T
+    spill_s: T
+    way: T  # stretches of blocks are cut where it changes
 
 
 class Parts:
@@ -63,11 +43,11 @@ class Parts:
     def __init__(self, work: Workload) -> None:
         self._work = work
         self._known = Known()
-        self._rows: list[Part] = []
+        self._rows: list[Part[float]] = []
         self._table, self._filled = np.empty((0, len(Part._fields))), 0
         self._ways: dict[tuple[object, ...], int] = {}
 
-    def of(self, plan: Plan) -> tuple[list[Part], Columns]:
+    def of(self, plan: Plan) -> tuple[list[Part[float]], Part[np.ndarray]]:
         """Row by row, in the order of the plan's segments, and column by column."""
 
         def number(index: int) -> int:
@@ -77,7 +57,7 @@ class Parts:
         numbers = self._known.of(plan.segments, number)
         if len(self._rows) > self._filled:
             self._fill()
-        return [self._rows[number] for number in numbers], Columns(*self._table[numbers].T)
+        return [self._rows[number] for number in numbers], Part(*self._table[numbers].T)
 
     def _fill(self) -> None:
         """Bring the table up to the rows."""
@@ -87,7 +67,7 @@ class Parts:
         self._table[self._filled : len(self._rows)] = more
         self._filled = len(self._rows)
 
-    def _counted(self, segment: SegmentPlan, comes_back: bool) -> Part:
+    def _counted(self, segment: SegmentPlan, comes_back: bool) -> Part[float]:
         """`comes_back`: the backward pass reaches it; below the lowest trainable segment nothing is kept."""
         shapes, name = self._work.shapes, segment.name
         grad = (Place("g", name),) if segment.trainable else ()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatrain.hardware.rates import Rates
-from megatrain.planner.parts import Columns
+from megatrain.planner.parts import Part
 from megatrain.schedule.ops import Kind
 from megatrain.schedule.plan import Plan
 
@@ -53,9 +53,9 @@ class Link(NamedTuple):
 class Travel:
     """What the blocks of a plan move in a step of so many rounds. `parts`: of all segments."""
 
-    def __init__(self, plan: Plan, parts: Columns, num_rounds: int, link: Link) -> None:
+    def __init__(self, plan: Plan, parts: Part[np.ndarray], num_rounds: int, link: Link) -> None:
         self._plan, self._parts, self._num_rounds, self._link = plan, parts, num_rounds, link
-        self._blocks = blocks = Columns(*(column[1:-1] for column in parts))
+        self._blocks = blocks = Part(*(column[1:-1] for column in parts))
         self._two_pass = plan.clip_mode == "two-pass"
         self._visited = np.arange(len(blocks.way)) >= plan.lowest_trainable - 1  # by the backward pass
         self._starts = np.flatnonzero(np.diff(blocks.way, prepend=-1.0))  # of stretches
