@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain.cli.main import main
+from megatrain.config import RunConfig
 from megatrain.data import MicroBatch
 from megatrain.models.batch import TokenBatch
+from megatrain.optim import AdamW, LearningRateSchedule
 from megatrain.train import loop
-from megatrain.train.loop import token_batches
+from megatrain.train.loop import hyper_of, token_batches
 from megatrain.train.signals import StopRequest
 
 
@@ -68,6 +71,31 @@ def test_a_signal_where_nothing_is_ever_saved_promises_no_resume(
     words = ("max_steps=100", "save_strategy=no", "eval_steps=null", "eval_dataset=")
     assert megatrain("train", run_config, *words) == 128 + signal.SIGINT
     assert capsys.readouterr().out.endswith("stopped after step 1; nothing was saved (save_strategy: no)\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("max_steps=1",),
+        ("max_steps=1", "save_strategy=no", "eval_steps=null", "eval_dataset="),
+        ("max_steps=100", "eval_steps=1", "early_stopping_patience=1", "early_stopping_threshold=100"),
+    ],
+    ids=["saves", "saves nothing", "stops early"],
+)
+def test_a_signal_in_the_last_step_stops_nothing(
+    run_config: Path, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def signalled(config: RunConfig, schedule: LearningRateSchedule, index: int) -> AdamW:
+        signal.raise_signal(signal.SIGTERM)
+        return hyper_of(config, schedule, index)
+
+    monkeypatch.setattr(loop, "hyper_of", signalled)
+    assert megatrain("train", run_config, *words) == 0
+    shown = capsys.readouterr().out
+    assert "stopped after" not in shown
+    assert "resume" not in shown
+    (model,) = re.findall("^model: (.*)$", shown, re.MULTILINE)[-1:]
+    assert list(Path(model).glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

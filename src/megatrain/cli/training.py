@@ -206,6 +206,8 @@ def _train_in(
     outcome = train(
         Run(config, engine, batches, num_steps, start_step, evaluation, keeper, metrics, watch, folder.trace)
     )
+    if outcome.step == num_steps or watch.exhausted:
+        outcome = replace(outcome, signal=None)  # it came in the last step: there was nothing left to stop
     engine.close()
     if keeper is None and outcome.signal is None:
         target = final_model(folder)
