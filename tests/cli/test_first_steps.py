@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -211,12 +212,34 @@ def test_what_is_not_the_right_kind_of_file_is_one_sentence(run_config: Path, tm
 
 
 def test_padding_without_end_is_said(run_config: Path, capsys: Captured) -> None:
+    """Rows are of 64 tokens, a step has three."""
     advice = "advice: a step has 192 tokens, micro_batch_tokens is 384"
     assert megatrain("plan", run_config, "micro_batch_tokens=384") == 0
     assert advice in capsys.readouterr().out
     assert megatrain("train", run_config, *SHORT, "micro_batch_tokens=384") == 0
     assert advice in capsys.readouterr().out
-    assert megatrain("plan", run_config, "micro_batch_tokens=383") == 0
+    for tokens in (128, 131, 192):
+        assert megatrain("plan", run_config, f"micro_batch_tokens={tokens}") == 0
+        assert "advice" not in capsys.readouterr().out
+    advice = (
+        "advice: 2 × 64 tokens (max_length) fit in 191; the other 63 of each micro-batch are empty: "
+        "set micro_batch_tokens to 128\n"
+    )
+    assert megatrain("plan", run_config, "micro_batch_tokens=191") == 0
+    assert advice in capsys.readouterr().out
+    assert megatrain("plan", run_config, "micro_batch_tokens=191", "packing=false") == 0
+    assert "advice" not in capsys.readouterr().out, "rows that are not filled fit as they come"
+
+
+def test_a_budget_of_more_than_there_is_is_said(tiny_model: Path, capsys: Captured) -> None:
+    words = ("plan", tiny_model, "--machine", "24gb-64gb")
+    assert megatrain(*words, "memory.hbm=200GiB", "memory.ram=1TiB", "memory.disk=1GiB") == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"advice: memory\.(hbm|ram|disk) is (.*), but only .* GiB are free", shown) == [
+        ("hbm", "200.00 GiB"),
+        ("ram", "1.00 TiB"),
+    ]
+    assert megatrain(*words, "memory.hbm=2GiB", "memory.ram=3GiB") == 0
     assert "advice" not in capsys.readouterr().out
 
 

@@ -199,7 +199,7 @@ def test_seconds_are_promised_before_and_held_against_what_was_measured(run_conf
     assert promise[2] == "6"
     first = next(index for index, line in enumerate(lines) if line.startswith(("step ", "saved step")))
     assert lines.index(promise[0]) < first
-    said = r"measured: (\d+\.\d{3}) s/step, \d+\.\d\d times the predicted (\d+\.\d{3}) s"
+    said = r"measured: (\d+\.\d{3}) s/step \(median\), \d+\.\d\d times the predicted (\d+\.\d{3}) s"
     (kept,) = [match for match in map(re.compile(said).fullmatch, lines) if match]
     assert kept[2] == promise[1]
     rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())

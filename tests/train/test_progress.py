@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatrain.train.progress import Now, PlainDisplay, TableDisplay, clock, table
+from megatrain.train.progress import Now, PlainDisplay, TableDisplay, table
 
 NOW = Now(
     step=7,
@@ -50,13 +50,6 @@ def test_the_line_says_the_same() -> None:
         "step 7  loss 1.2500  grad_norm 0.500  lr 2.00e-05  12,346 tok/s  mfu 41.3%  1.50 s/step  "
         "[compute 1.20 h2d 0.90]  GiB: hbm 40.0 ram 300.0  eta 1 d 2:03:04"
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90000, "1 d 1:00:00")]
-)
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
 
 
 def test_a_terminal_gets_a_table_and_a_bar_below_its_lines() -> None:

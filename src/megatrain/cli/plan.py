@@ -50,7 +50,7 @@ def plan(
     if as_json:
         print(json.dumps({**plan_json(run, price, described), "misfit": reason}, indent=1))
     else:
-        lines = text_lines(run, price, described) + show.advice_lines(run.config)
+        lines = text_lines(run, price, described) + show.advice_lines(run.config, run.machine)
         if plot is not None:
             lines.append(f"picture: {plot}")
         if spans is not None:

@@ -14,10 +14,10 @@ from megatrain.data import PreviewRow, Report
 from megatrain.hardware import Machine
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import MemoryTable
+from megatrain.planner.account import free_bytes
 from megatrain.planner.price import Price
-from megatrain.planner.table import TIERS, gib
+from megatrain.planner.table import TIERS, clock, gib
 from megatrain.schedule.plan import Plan
-from megatrain.train.progress import clock
 
 
 def config_lines(config: RunConfig) -> list[str]:
@@ -75,9 +75,9 @@ def predicted_line(price: Price, num_steps: int) -> str:
 
 
 def measured_line(price: Price, step_s: float) -> str:
-    """What became of the promise; `step_s`: of a usual step."""
+    """What became of the promise; `step_s`: of the median step."""
     ratio = step_s / price.prediction.step_s
-    return f"measured: {step_s:.3f} s/step, {ratio:.2f} times the predicted {price.prediction.step_s:.3f} s"
+    return f"measured: {step_s:.3f} s/step (median), {ratio:.2f} times the predicted {price.prediction.step_s:.3f} s"
 
 
 def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine) -> dict[str, object]:
@@ -95,9 +95,9 @@ def plan_json(spec: ModelSpec, plan: Plan, table: MemoryTable, machine: Machine)
     }
 
 
-def advice_lines(config: RunConfig) -> list[str]:
+def advice_lines(config: RunConfig, machine: Machine) -> list[str]:
     """What is allowed, and hardly meant: keys that do nothing, and a machine that computes padding."""
-    return [*_unheard(config), *_padding(config)]
+    return [*_unheard(config), *_idle_budgets(config, machine), *_padding(config)]
 
 
 def _unheard(config: RunConfig) -> list[str]:
@@ -107,15 +107,32 @@ def _unheard(config: RunConfig) -> list[str]:
     return [f"advice: eval_steps is {config.eval_steps}, but nothing is evaluated; set eval_dataset"]
 
 
+def _idle_budgets(config: RunConfig, machine: Machine) -> list[str]:
+    """Budgets beyond what is free, which a plan never goes by."""
+    asked, free = dict(config.memory), free_bytes(machine)
+    return [
+        f"advice: memory.{tier} is {gib(asked[tier])}, but only {gib(free[tier])} are free: the budget changes nothing"
+        for tier in TIERS
+        if asked[tier] is not None and asked[tier] > free[tier]
+    ]
+
+
 def _padding(config: RunConfig) -> list[str]:
-    """Micro-batches of which no step fills half."""
-    step_tokens, micro_tokens = config.train_batch_size * config.max_length, config.micro_batch_tokens or 0
-    if micro_tokens < 2 * step_tokens:
+    """Micro-batches that no step fills, or of which whole rows leave more than a 32nd empty."""
+    row_tokens, micro_tokens = config.max_length, config.micro_batch_tokens or 0
+    step_tokens, (num_rows, empty_tokens) = config.train_batch_size * row_tokens, divmod(micro_tokens, row_tokens)
+    if micro_tokens > step_tokens:
+        text = (
+            f"advice: a step has {step_tokens:,} tokens, micro_batch_tokens is {micro_tokens:,}: the rest of each "
+            "micro-batch is padding, computed like text; leave micro_batch_tokens out, or raise train_batch_size"
+        )
+    elif config.packing and empty_tokens > micro_tokens // 32:
+        text = (
+            f"advice: {num_rows} × {row_tokens:,} tokens (max_length) fit in {micro_tokens:,}; the other "
+            f"{empty_tokens:,} of each micro-batch are empty: set micro_batch_tokens to {num_rows * row_tokens}"
+        )
+    else:
         return []
-    text = (
-        f"advice: a step has {step_tokens:,} tokens, micro_batch_tokens is {micro_tokens:,}: the rest of each "
-        "micro-batch is padding, computed like text; leave micro_batch_tokens out, or raise train_batch_size"
-    )
     return [text]
 
 

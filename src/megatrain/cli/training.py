@@ -111,7 +111,7 @@ def announce(run: Planned, checkpoint: Checkpoint | None, data: Iterable[str], m
     metrics.say(show.machine_line(run.machine))
     for line in show.plan_lines(run.spec, run.plan, run.table):
         metrics.say(line)
-    for line in [*data, *show.advice_lines(run.config)]:
+    for line in [*data, *show.advice_lines(run.config, run.machine)]:
         metrics.say(line)
     if run.config.save_strategy == "no":
         metrics.say("save_strategy is no: nothing is saved until the end, and a stopped run is lost")

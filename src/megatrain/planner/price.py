@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
 from megatrain.planner.prediction import Prediction, predict
-from megatrain.planner.table import figure, gib
+from megatrain.planner.table import clock, decimal, figure, gib
 from megatrain.schedule.plan import Plan
 
-TB = 1e12
 DAY_S = 86400
 
 
@@ -47,7 +45,7 @@ class Price:
     def lines(self) -> list[str]:
         """The price as text."""
         step_s = self.prediction.step_s
-        speed = f"{self.tokens_per_s:,.0f} tokens/s, {figure(self.model_flops / step_s / 1e12, 0)} model TFLOP/s"
+        speed = f"{self.tokens_per_s:,.0f} tokens/s, {figure(self.model_flops / step_s / 1e12)} model TFLOP/s"
         text = [
             f"checkpoint: {gib(self.checkpoint_bytes)}, {self.checkpoints} on disk at the most"
             if self.checkpoints
@@ -61,14 +59,13 @@ class Price:
         text.append(f"bound: {self.prediction.bound} ({self.prediction.bound_share:.0%} of the critical path)")
         text.append(f"critical path: {self._critical()}")
         if self.step_written_bytes:
-            day = f"{self.day_written_bytes / TB:,.1f} TB a day{self._of_rated(self.day_written_bytes)}"
-            text.append(f"written to the disk by each step: {figure(self.step_written_bytes / TB, 3)} TB, {day}")
+            day = f"{decimal(self.day_written_bytes)} a day{self._of_rated(self.day_written_bytes)}"
+            text.append(f"written to the disk by each step: {decimal(self.step_written_bytes)}, {day}")
         if self.num_steps is None or self.run_s is None or self.run_written_bytes is None:
             text.append("run: set max_steps to see its time and what it writes")
         else:
-            long = timedelta(seconds=round(self.run_s))
-            written = f"{figure(self.run_written_bytes / TB, 2)} TB written to disk"
-            text.append(f"run: {self.num_steps:,} steps, {long}; {written}{self._of_rated(self.run_written_bytes)}")
+            written = f"{decimal(self.run_written_bytes)} written to disk{self._of_rated(self.run_written_bytes)}"
+            text.append(f"run: {self.num_steps:,} steps, {clock(self.run_s)}; {written}")
         return text
 
     def _critical(self) -> str:
@@ -80,7 +77,7 @@ class Price:
     def _of_rated(self, num_bytes: float) -> str:
         if self.disk_tbw_bytes is None:
             return ""
-        return f" ({num_bytes / self.disk_tbw_bytes:.1%} of the drive's {self.disk_tbw_bytes / TB:,.0f} TB)"
+        return f" ({num_bytes / self.disk_tbw_bytes:.1%} of the drive's {decimal(self.disk_tbw_bytes)})"
 
     def table(self) -> dict[str, object]:
         """The price as JSON."""
@@ -141,8 +138,8 @@ def wear_misfit(question: Question, plan: Plan, num_steps: int) -> str | None:
     if limit is None or written <= limit:
         return None
     step_bytes = sizes.step_written_bytes(question.shapes, plan)
-    share = f"{num_steps:,} steps of {gib(step_bytes)}, the rest are checkpoints"
+    share = f"{num_steps:,} steps of {decimal(step_bytes)}, the rest are checkpoints"
     return (
-        f"the run would write {gib(written)} to the disk ({share}), memory.disk_max_written is {gib(limit)}; raise it, "
-        "give more memory.ram so that less lives on disk, or save less often (save_steps)"
+        f"the run would write {decimal(written)} to the disk ({share}), memory.disk_max_written is {decimal(limit)}; "
+        "raise it, give more memory.ram so that less lives on disk, or save less often (save_steps)"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatrain.config_values import format_size
+from megatrain.config_values import UNITS_BYTES, format_size
 from megatrain.schedule.plan import Tier
 
 Verdict = Literal["FITS", "TIGHT", "NO"]
@@ -88,9 +88,24 @@ class MemoryTable:
         return text
 
 
-def figure(value: float, decimals: int) -> str:
-    """Human number with so many decimals; below 1 with three digits that say something: "0.00456", not "0.00"."""
-    return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
+def figure(value: float) -> str:
+    """Human number with three digits that say something, or all before the point: "0.00456", "16.2", "1,472"."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def decimal(num_bytes: float) -> str:
+    """Human size in the units that drives are sold and rated in: "283 MB", "1,472 TB"."""
+    for unit in ("TB", "GB", "MB", "KB"):
+        if num_bytes >= UNITS_BYTES[unit]:
+            return f"{figure(num_bytes / UNITS_BYTES[unit])} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def clock(seconds: float) -> str:
+    """ "1:02:03", days in front where there are any."""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    return f"{f'{days:,} d ' if days else ''}{hours}:{minutes:02}:{whole % 60:02}"
 
 
 def gib(num_bytes: int) -> str:

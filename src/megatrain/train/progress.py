@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from megatrain.planner.table import clock
+
 GIB = 2**30
 
 
@@ -156,13 +158,6 @@ def table(now: Now) -> Table:
 def lanes_text(lanes_s: Mapping[str, float]) -> str:
     """Busy seconds of the lanes that did something: "compute 1.20 host 0.31"."""
     return " ".join(f"{lane} {seconds:.2f}" for lane, seconds in lanes_s.items() if seconds >= 0.005)
-
-
-def clock(seconds: float) -> str:
-    """ "1:02:03", days in front where there are any."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    return f"{f'{days} d ' if days else ''}{hours}:{minutes:02}:{whole % 60:02}"
 
 
 def display(start_step: int, num_steps: int) -> Display:
