@@ -160,34 +160,40 @@ def test_weights_on_disk_are_lent_for_writing_text(through_slots: bool) -> None:
 
 LOADER = """
 import sys, torch
-from dataclasses import replace
 from pathlib import Path
 from megatrain.memory import peak_rss_bytes, reset_peak_rss
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import SegmentSpec, TensorSpec
 from megatrain.schedule.plan import Plan, SegmentPlan
 from megatrain.store import SegmentStore
-names = ["EMBED", *(f"L{i:03d}" for i in range(14)), "HEAD"]
-kinds = ["embed", *["block"] * 14, "head"]
-specs = [SegmentSpec(n, k, (TensorSpec(n, n, (1 << 20,), True, True),)) for n, k in zip(names, kinds)]
-plans = tuple(SegmentPlan(n, k, True, "own", "own", state="disk", weights_home="disk") for n, k in zip(names, kinds))
-device = torch.device("cpu")
+
+def loaded(count):
+    names = ["EMBED", *(f"L{i:03d}" for i in range(14)), "HEAD"]
+    kinds = ["embed", *["block"] * 14, "head"]
+    specs = [SegmentSpec(n, k, (TensorSpec(n, n, (count,), True, True),)) for n, k in zip(names, kinds)]
+    placed = {"weights": "own", "grads": "own", "state": "disk", "weights_home": "disk"}
+    plan = Plan(tuple(SegmentPlan(n, k, True, **placed) for n, k in zip(names, kinds)), False, 2, 2, 1, disk_slots=1)
+    store = SegmentStore([layout_of(s) for s in specs], "bf16", plan, torch.device("cpu"), Path(sys.argv[1]))
+    for spec in specs:
+        with store.visit(spec.name, write=True):
+            store.set_master(spec.name, store.layouts[spec.name][spec.name], torch.ones(count))
+    return store
+
+loaded(1 << 16).close()  # libraries and threads
 reset_peak_rss()
 before = peak_rss_bytes()
-plan = Plan(plans, False, 2, 2, 1, disk_slots=1)
-store = SegmentStore([layout_of(s) for s in specs], "bf16", plan, device, Path(sys.argv[1]))
-for spec in specs:
-    with store.visit(spec.name, write=True):
-        store.set_master(spec.name, store.layouts[spec.name][spec.name], torch.ones(1 << 20))
-sizes = store.num_bytes()
+sizes = loaded(1 << 20).num_bytes()
 print(sum(sizes["disk"].values()), sum(sizes["ram"].values()), peak_rss_bytes() - before)
 """
 
 
 def test_the_peak_of_memory_at_load_is_landing_slots_and_gradients(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LOADER, tmp_path], capture_output=True, text=True, check=True)
+    quick_to_return = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "65536"}
+    words = [sys.executable, "-c", LOADER, tmp_path]
+    done = subprocess.run(words, env=quick_to_return, capture_output=True, text=True, check=True)
     on_disk_bytes, in_ram_bytes, peak_bytes = map(int, done.stdout.split())
     assert on_disk_bytes == 16 * (1 << 20) * 12
     assert in_ram_bytes == 16 * (1 << 20) * 4 + (1 << 20) * 12
-    assert in_ram_bytes <= peak_bytes < in_ram_bytes + on_disk_bytes // 2, "the rest: temporaries of one tensor, code"
+    one_tensor_bytes = (1 << 20) * 4
+    assert in_ram_bytes <= peak_bytes < in_ram_bytes + 7 * one_tensor_bytes, "the rest: temporaries of one tensor"
     assert list(tmp_path.iterdir()) == []
