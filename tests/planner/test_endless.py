@@ -55,6 +55,12 @@ def test_a_step_of_many_rows_is_priced_without_a_list_of_them() -> None:
     assert price.model_flops == 10**15 * train_flops(SPEC, [512])
 
 
+def test_a_run_of_more_days_than_a_calendar_has_is_priced() -> None:
+    question = asked(config_of("cuda", max_steps=10**18))
+    (line,) = [line for line in price_of(question, search(question)).lines() if line.startswith("run: ")]
+    assert re.fullmatch(r"run: 1(,000){6} steps, [\d,]+ d \d+:\d\d:\d\d; [\d,]+ TB written to disk", line)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 12])
 @pytest.mark.parametrize("machine", [GPU, replace(GPU, hbm_free_bytes=2 * GIB, ram_available_bytes=3 * GIB)])
 def test_the_work_of_many_rounds_is_that_of_all_their_ops(machine: Machine, rows: int) -> None:
