@@ -59,7 +59,7 @@ def make_systems(count: int, isa: str | None) -> dict[str, Callable[[int], None]
         optim.update_fp32(w, m, v, g, scalars, decay=True, threads=threads, isa=isa)
 
     w2, m2, v2, g2 = arrays()
-    hi, lo = optim.split(w2, threads=2)
+    hi, lo = optim.split(w2)
     del w2
 
     def ours_split(threads: int) -> None:

@@ -78,30 +78,6 @@ void update_split(Span<uint16_t> hi, Span<int16_t> lo, Span<float> m, Span<float
   });
 }
 
-void split(Span<const float> master, Span<uint16_t> hi, Span<int16_t> lo, int threads, const std::string& isa) {
-  const Kernels& kernels = pick(isa);
-  const uint64_t count = common_size(master, hi, lo);
-  const float* pw = master.data();
-  uint16_t* ph = hi.data();
-  int16_t* pl = lo.data();
-  nb::gil_scoped_release unlocked;
-  parallel_for(count, kPiece, threads, [&](uint64_t begin, uint64_t end) {
-    kernels.split(pw + begin, ph + begin, pl + begin, end - begin);
-  });
-}
-
-void join(Span<const uint16_t> hi, Span<const int16_t> lo, Span<float> master, int threads, const std::string& isa) {
-  const Kernels& kernels = pick(isa);
-  const uint64_t count = common_size(hi, lo, master);
-  const uint16_t* ph = hi.data();
-  const int16_t* pl = lo.data();
-  float* pw = master.data();
-  nb::gil_scoped_release unlocked;
-  parallel_for(count, kPiece, threads, [&](uint64_t begin, uint64_t end) {
-    kernels.join(ph + begin, pl + begin, pw + begin, end - begin);
-  });
-}
-
 double tensor_sum_squares(Span<const float> grad, uint64_t num_leaves, int threads, const std::string& isa) {
   const Kernels& kernels = pick(isa);
   const uint64_t count = grad.shape(0);
@@ -135,10 +111,6 @@ NB_MODULE(_native, module) {
   module.def("update_split", &update_split, nb::arg("hi").noconvert(), nb::arg("lo").noconvert(),
              nb::arg("m").noconvert(), nb::arg("v").noconvert(), nb::arg("grad").noconvert(),
              nb::arg("constants").noconvert(), nb::arg("threads"), nb::arg("isa"));
-  module.def("split", &split, nb::arg("master").noconvert(), nb::arg("hi").noconvert(), nb::arg("lo").noconvert(),
-             nb::arg("threads"), nb::arg("isa"));
-  module.def("join", &join, nb::arg("hi").noconvert(), nb::arg("lo").noconvert(), nb::arg("master").noconvert(),
-             nb::arg("threads"), nb::arg("isa"));
   module.def("tensor_sum_squares", &tensor_sum_squares, nb::arg("grad").noconvert(), nb::arg("num_leaves"),
              nb::arg("threads"), nb::arg("isa"));
 }

@@ -76,18 +76,6 @@ void adamw_fp32(float* __restrict w, float* __restrict m, float* __restrict v, c
   for (uint64_t i = whole; i < count; ++i) w[i] = adamw_one(w[i], m + i, v + i, grad[i], s);
 }
 
-void split(const float* __restrict master, uint16_t* __restrict hi, int16_t* __restrict lo, uint64_t count) {
-  for (uint64_t i = 0; i < count; ++i) {
-    const uint32_t bits = bits_of(master[i]);
-    hi[i] = hi_of(bits);
-    lo[i] = lo_of(bits);
-  }
-}
-
-void join(const uint16_t* __restrict hi, const int16_t* __restrict lo, float* __restrict master, uint64_t count) {
-  for (uint64_t i = 0; i < count; ++i) master[i] = join_one(hi[i], lo[i]);
-}
-
 // A block of a split update. Three loops, because in a single one compilers widen the fp32 arithmetic to match the 16-bit
 // arrays, which is slower (AVX-512, GCC 12: 1.0 against 1.6 Gparam/s in the cache).
 __attribute__((always_inline)) inline void split_block(uint16_t* __restrict hi, int16_t* __restrict lo,
@@ -141,7 +129,7 @@ double leaf_sum_squares(const float* __restrict leaf, uint64_t count) {
 
 extern const Kernels MEGATRAIN_CONCAT(kernels_, MEGATRAIN_ISA);
 const Kernels MEGATRAIN_CONCAT(kernels_, MEGATRAIN_ISA) = {
-    MEGATRAIN_QUOTE(MEGATRAIN_ISA), adamw_fp32, adamw_split, split, join, leaf_sum_squares,
+    MEGATRAIN_QUOTE(MEGATRAIN_ISA), adamw_fp32, adamw_split, leaf_sum_squares,
 };
 
 }  // namespace megatrain

@@ -15,14 +15,12 @@ struct Scalars {
 
 inline constexpr uint64_t kNumLanes = 256;
 
-// Spans of one call must not overlap, save that split and join may be anything apart from each other.
+// Spans of one call must not overlap.
 struct Kernels {
   const char* name;
   void (*adamw_fp32)(float* w, float* m, float* v, const float* grad, uint64_t count, const Scalars& s);
   void (*adamw_split)(uint16_t* hi, int16_t* lo, float* m, float* v, const float* grad, uint64_t count,
                       const Scalars& s);
-  void (*split)(const float* master, uint16_t* hi, int16_t* lo, uint64_t count);
-  void (*join)(const uint16_t* hi, const int16_t* lo, float* master, uint64_t count);
   // The sum of squares of one leaf, by 256 lanes and halving.
   double (*leaf_sum_squares)(const float* leaf, uint64_t count);
 };

@@ -26,6 +26,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *of(
         "csrc/kernels.cpp",
+        SPLIT,
+        ("hi is cut off instead of rounded", "bits | 0x00400000u : bits + 0x8000u", "bits | 0x00400000u : bits"),
+        ("a NaN master rounds to zero", "(is_nan ? bits | 0x00400000u : bits + 0x8000u)", "(bits + 0x8000u)"),
+        ("lo without its sign", "static_cast<uint32_t>(static_cast<int32_t>(lo))", "static_cast<uint16_t>(lo)"),
+    ),
+    *of(
+        "csrc/kernels.cpp",
         NORM,
         ("the rest of a leaf in one lane", "lanes[i - whole] += x * x;", "lanes[0] += x * x;"),
         (

@@ -6,10 +6,10 @@ May touch: the arrays it is given; threads of its own for the length of one call
 Must never: own parameters, know a segment or a device, differ from the specification by one bit.
 """
 
-from megatrain.optim.adamw import join, join_into, split, split_into, update_fp32, update_split
+from megatrain.optim.adamw import update_fp32, update_split
 from megatrain.optim.norm import clip_coefficient, tensor_sum_squares, total_norm
 from megatrain.optim.schedules import LearningRateSchedule, count_warmup_steps, multiplier
-from megatrain.optim.spec import AdamW, Scalars, average_share, scalars
+from megatrain.optim.spec import AdamW, Scalars, average_share, join, scalars, split
 
 __all__ = [
     "AdamW",
@@ -19,11 +19,9 @@ __all__ = [
     "clip_coefficient",
     "count_warmup_steps",
     "join",
-    "join_into",
     "multiplier",
     "scalars",
     "split",
-    "split_into",
     "tensor_sum_squares",
     "total_norm",
     "update_fp32",

@@ -6,7 +6,6 @@ bf16) and lo int16. `isa` names the kernel set: the best one here unless given, 
 
 from __future__ import annotations
 
-from collections.abc import Container
 from itertools import combinations
 
 import numpy as np
@@ -49,50 +48,12 @@ def update_split(
         chosen.module.update_split(hi, lo, m, v, grad, _constants(scalars, decay), threads, chosen.isa)
 
 
-def split(master: F32, *, threads: int = 1, isa: str | None = None) -> tuple[U16, I16]:
-    """fp32 master -> new (hi, lo); `join` gives the master back exactly."""
-    hi, lo = np.empty(master.shape, np.uint16), np.empty(master.shape, np.int16)
-    split_into(master, hi, lo, threads=threads, isa=isa)
-    return hi, lo
-
-
-def split_into(master: F32, hi: U16, lo: I16, *, threads: int = 1, isa: str | None = None) -> None:
-    """`split` into arrays that are already there."""
-    _check({"master": (master, np.float32), "hi": (hi, np.uint16), "lo": (lo, np.int16)}, threads, ("master",))
-    chosen = native.choose(isa)
-    if chosen is None:
-        for i in range(0, master.size, CHUNK):
-            s = slice(i, i + CHUNK)
-            hi[s], lo[s] = spec.split(master[s])
-    else:
-        chosen.module.split(master, hi, lo, threads, chosen.isa)
-
-
-def join(hi: U16, lo: I16, *, threads: int = 1, isa: str | None = None) -> F32:
-    """(hi, lo) -> a new fp32 master."""
-    master = np.empty(hi.shape, np.float32)
-    join_into(hi, lo, master, threads=threads, isa=isa)
-    return master
-
-
-def join_into(hi: U16, lo: I16, master: F32, *, threads: int = 1, isa: str | None = None) -> None:
-    """`join` into an array that is already there."""
-    _check({"hi": (hi, np.uint16), "lo": (lo, np.int16), "master": (master, np.float32)}, threads, ("hi", "lo"))
-    chosen = native.choose(isa)
-    if chosen is None:
-        for i in range(0, master.size, CHUNK):
-            s = slice(i, i + CHUNK)
-            master[s] = spec.join(hi[s], lo[s])
-    else:
-        chosen.module.join(hi, lo, master, threads, chosen.isa)
-
-
 def _constants(scalars: Scalars, decay: bool) -> F32:
     """What the native core takes: multiplying by one changes no weight, so it needs no branch for `decay`."""
     return np.array(scalars if decay else scalars._replace(decay_mul=1.0), np.float32)
 
 
-def _check(arrays: dict[str, tuple[NDArray, DTypeLike]], threads: int, inputs: Container[str] = ("grad",)) -> None:
+def _check(arrays: dict[str, tuple[NDArray, DTypeLike]], threads: int) -> None:
     if threads < 1:
         raise ValueError(f"threads is {threads}; give at least 1")
     sizes = {name: array.size for name, (array, _) in arrays.items()}
@@ -103,7 +64,7 @@ def _check(arrays: dict[str, tuple[NDArray, DTypeLike]], threads: int, inputs: C
             raise ValueError(f"{name} is {array.ndim}-D {array.dtype}; it must be 1-D {np.dtype(dtype)}")
         if not array.flags.c_contiguous or not array.flags.aligned:
             raise ValueError(f"{name} has strides {array.strides} bytes; it must be contiguous and aligned")
-        if not array.flags.writeable and name not in inputs:
+        if not array.flags.writeable and name != "grad":
             raise ValueError(f"{name} is read-only; it is updated in place")
     for (name, (one, _)), (other_name, (other, _)) in combinations(arrays.items(), 2):
         if np.may_share_memory(one, other):  # compares bounds only: cheap, and exact for contiguous spans
