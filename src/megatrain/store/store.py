@@ -129,7 +129,8 @@ class SegmentStore:
         """Inside, `flat` has every buffer of `kinds` (of all, if none are given) of a segment, wherever it lives.
 
         What lives on disk and has not landed comes to landing slot 0, and goes back if `write`. One visit at a time,
-        while no program runs; the same visit again reads nothing.
+        while no program runs and no update is pending (after a step in two passes a landing slot may hold what the disk
+        has yet to get: `Plan.spilled_late`); the same visit again reads nothing.
         """
         wanted = [kind for kind in self.on_disk(segment) if kind in kinds or not kinds]
         slots = {kind: 0 for kind in wanted if (segment, kind) not in self._landed}
