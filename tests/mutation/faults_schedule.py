@@ -79,8 +79,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/schedule tests/engine/test_identity.py -k (dead)or(peak)or(layer_calls)",
         (
             "dead at the first use",
-            "                last[place] = index",
-            "                last.setdefault(place, index)",
+            "                last[place] = id(op)",
+            "                last.setdefault(place, id(op))",
         ),
     ),
     *of(

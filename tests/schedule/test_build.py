@@ -22,7 +22,7 @@ from megatrain.schedule import (
     Schedule,
     build,
     check,
-    dead_after,
+    last_calls,
     parse,
     rounds,
     to_text,
@@ -285,16 +285,17 @@ def test_golden(name: str, plan: Plan, num: int) -> None:
 
 def peak(schedule: Schedule) -> Mapping[str, int]:
     """The most places of each flow pool (act, dact, call, kept, attn) that are alive during one op."""
+    last = {place: index for index, op in enumerate(schedule) for place in (*op.reads, *op.writes)}
     alive: Counter[str] = Counter()
     most: dict[str, int] = dict.fromkeys(FLOW_POOLS, 0)
     born: set[Place] = set()
-    for op, dead in zip(schedule, dead_after(schedule), strict=True):
+    for index, op in enumerate(schedule):
         for place in op.writes:
             if place.pool in FLOW_POOLS and place not in born:
                 born.add(place)
                 alive[place.pool] += 1
                 most[place.pool] = max(most[place.pool], alive[place.pool])
-        alive.subtract(place.pool for place in dead)
+        alive.subtract(place.pool for place in born if last[place] == index)
     return most
 
 
@@ -305,10 +306,12 @@ def test_peak_and_liveness() -> None:
     assert peak(schedule) == {"act": 2 * 5, "dact": 2, "call": 2, "kept": 2, "attn": 4}
     evaluation = build(plan_of([STREAMED] * 4), "eval", 2, False)
     assert peak(evaluation) == {"act": 3, "dact": 0, "call": 2, "kept": 0, "attn": 0}
-    freed = [place for places in dead_after(schedule) for place in places]
-    assert len(freed) == len(set(freed)) == 4 * (5 + 1 + 1 + 1 + 2)
-    for index, places in enumerate(dead_after(schedule)):
-        assert all(place not in (*op.reads, *op.writes) for op in schedule[index + 1 :] for place in places)
+    dead = [index for index, op in enumerate(schedule) if id(op) in last_calls(schedule)]
+    assert sorted(schedule[index].micro_batch for index in dead) == [0, 1, 2, 3]
+    for index in dead:
+        call = Place("call", "", schedule[index].micro_batch)
+        assert call in schedule[index].reads
+        assert all(call not in (*op.reads, *op.writes) for op in schedule[index + 1 :])
 
 
 def test_a_hundred_and_eighty_layers_build_and_check_quickly() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from megatrain.models.dice import key_of
 from megatrain.models.neftune import with_noise
 from megatrain.models.template import ModelTemplate
 from megatrain.schedule.build import Program, build
-from megatrain.schedule.liveness import dead_after
+from megatrain.schedule.liveness import last_calls
 from megatrain.schedule.ops import Lane, Place, Schedule
 from megatrain.schedule.plan import Plan
 from megatrain.schedule.waits import one_by_one
@@ -114,7 +114,6 @@ class Engine:
         self._pending = False
         self._unfinished = False  # a program was begun and did not end
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
-        self._last_uses: dict[int, Mapping[int, Sequence[Place]]] = {}
 
     def train_step(
         self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW, step: int = 0
@@ -191,7 +190,7 @@ class Engine:
             raise RuntimeError("the engine stopped in the middle of a program; resume from a checkpoint")
         schedule = self.schedule(program, len(step.micro_batches))
         self._unfinished = True
-        step.last_use = self._last_use_of(schedule)
+        step.last_calls = last_calls(schedule)
         self._handlers.step = step
         if self._chaos is not None:
             self._chaos.begin(schedule)
@@ -202,13 +201,6 @@ class Engine:
         self._pending = program == "train"  # whatever was pending before, this program has applied
         self._unfinished = False  # last: Ctrl-C before this leaves nothing that could be updated twice
         return trace
-
-    def _last_use_of(self, schedule: Schedule) -> Mapping[int, Sequence[Place]]:
-        """id(op) -> what nobody needs after it. Once a schedule (all are kept), not once a step."""
-        key = id(schedule)
-        if key not in self._last_uses:
-            self._last_uses[key] = {id(op): dead for op, dead in zip(schedule, dead_after(schedule), strict=True)}
-        return self._last_uses[key]
 
     def _noise_of(self, step: int) -> Disturb:
         """NEFTune's noise of a step."""

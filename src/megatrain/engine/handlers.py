@@ -5,7 +5,7 @@ Legend: T tokens of a micro-batch, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,7 +70,7 @@ class Step:
     kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
     disturb: Disturb = undisturbed
     key_of: KeyOf = without_key
-    last_use: Mapping[int, Sequence[Place]] = field(default_factory=dict)  # id(op) -> what nobody needs after it
+    last_calls: frozenset[int] = frozenset()  # ids of the ops after which nobody needs their micro-batch's calls
 
 
 class Handlers:
@@ -208,10 +208,9 @@ class Handlers:
         return self.waiting.flat(int(place.key), place.micro_batch)
 
     def _release(self, op: Op) -> None:
-        """Drop the layer calls (rotary tables, masks) that `op` is the last to use."""
-        for place in self.step.last_use.get(id(op), ()):
-            if place.pool == "call" and place.micro_batch is not None:
-                del self.step.calls[place.micro_batch]
+        """Drop the layer calls (rotary tables, masks) if `op` is the last to use them."""
+        if id(op) in self.step.last_calls:
+            del self.step.calls[self._batch(op)[0]]
 
     def _head(self, op: Op) -> tuple[TokenBatch, dict[str, Tensor], Tensor]:
         _, batch = self._batch(op)

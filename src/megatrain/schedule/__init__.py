@@ -8,7 +8,7 @@ Must never:     know a device, a size or a duration; import torch.
 
 from megatrain.schedule.build import build, rounds
 from megatrain.schedule.check import Run, ScheduleError, check
-from megatrain.schedule.liveness import dead_after
+from megatrain.schedule.liveness import last_calls
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
 from megatrain.schedule.simulate import DeadlockError, Sharing, Simulation, Use, simulate
@@ -35,7 +35,7 @@ __all__ = [
     "Use",
     "build",
     "check",
-    "dead_after",
+    "last_calls",
     "one_by_one",
     "parse",
     "rounds",

@@ -1,20 +1,15 @@
-"""Liveness: when boundary activations and the like are dead."""
+"""Liveness: when a micro-batch's layer calls (rotary tables, masks) are dead. Its slots need no such list."""
 
 from __future__ import annotations
 
 from megatrain.schedule.ops import Place, Schedule
 
-_FLOW_POOLS = ("act", "dact", "call", "kept", "attn")
 
-
-def dead_after(schedule: Schedule) -> tuple[tuple[Place, ...], ...]:
-    """For each op, the places of the flow pools that no later op touches: they may be freed once it is done."""
+def last_calls(schedule: Schedule) -> frozenset[int]:
+    """The id of every op that is the last one to read its micro-batch's layer calls."""
     last: dict[Place, int] = {}
-    for index, op in enumerate(schedule):
-        for place in (*op.reads, *op.writes):
-            if place.pool in _FLOW_POOLS:
-                last[place] = index
-    dead: list[list[Place]] = [[] for _ in schedule]
-    for place, index in last.items():
-        dead[index].append(place)
-    return tuple(map(tuple, dead))
+    for op in schedule:
+        for place in op.reads:
+            if place.pool == "call":
+                last[place] = id(op)
+    return frozenset(last.values())
