@@ -85,7 +85,6 @@ def test_o_direct_refused_by_the_write(tmp_path: Path, monkeypatch: pytest.Monke
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
-    monkeypatch.setattr(disk, "_set_direct", lambda fd: fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT) == 0)
     found = measure_disk(tmp_path, CAP_BYTES, 5.0, EXT4)
     assert not found.direct
     assert found.write_Bps > 0

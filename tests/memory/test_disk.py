@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import DiskError, PlanError
+from megatrain.hardware.disk import BLOCK_BYTES
 from megatrain.memory import DiskFile, HostArena, disk, padded
-from megatrain.memory.disk import BLOCK_BYTES, Calls
+from megatrain.memory.disk import Calls
 
 PIECE = 4 * BLOCK_BYTES  # small, so that extents have several
 
@@ -81,7 +82,7 @@ SIZES = {"a": 1, "b": BLOCK_BYTES, "none": 0, "c": PIECE, "d": 3 * PIECE + 5, "e
 @pytest.mark.parametrize("direct", [True, False])
 def test_every_extent_comes_back_and_touches_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool):
     if not direct:
-        monkeypatch.setattr(disk, "_set_direct", lambda _: False)
+        monkeypatch.setattr(disk, "set_direct", lambda _: False)
     file = DiskFile(tmp_path, SIZES)
     assert file.num_bytes == sum(map(padded, SIZES.values()))
     kept = {name: buffer(size, seed) for seed, (name, size) in enumerate(SIZES.items())}
@@ -110,7 +111,7 @@ def test_every_extent_comes_back_and_touches_no_other(tmp_path: Path, monkeypatc
 def test_a_folder_that_is_slow_or_no_disk_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, direct: bool, says: str | None
 ):
-    monkeypatch.setattr(disk, "_set_direct", lambda _: direct)
+    monkeypatch.setattr(disk, "set_direct", lambda _: direct)
     monkeypatch.setattr(disk, "filesystem", lambda *_: kind)
     file = DiskFile(tmp_path, {"a": 1})
     assert file.direct == direct
@@ -215,7 +216,7 @@ def test_errors_of_the_disk_say_which_bytes_and_what_to_do(tmp_path: Path, verb:
 
 
 def test_a_page_cache_that_cannot_be_written_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(disk, "_set_direct", lambda _: False)
+    monkeypatch.setattr(disk, "set_direct", lambda _: False)
     monkeypatch.setattr(os, "fdatasync", raising(errno.EIO))
     file = DiskFile(tmp_path, {"a": PIECE})
     with pytest.raises(DiskError, match=r"the scratch file of .* cannot be written: Input/output error"):

@@ -10,6 +10,7 @@ ENGINE = "tests/engine/test_identity.py -k disk"
 SCHEDULE = "tests/schedule/test_build.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    *of("hardware/disk.py", FILE, ("the file keeps its name", "    os.unlink(path)\n", "")),
     *of(
         "memory/disk.py",
         FILE,
@@ -33,7 +34,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "self.num_bytes += padded(size_bytes) - 4096",
         ),
         ("the first error is swallowed", "    for future in begun:\n        future.result()", "    pass"),
-        ("the file keeps its name", "            os.unlink(path)\n", ""),
         ("no space is taken", "os.posix_fallocate(fd, 0, num_bytes)", "pass"),
         (
             "the descriptor stays open where there is no room",

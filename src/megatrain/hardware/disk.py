@@ -1,4 +1,4 @@
-"""Rates of the disk beneath a folder, past the page cache where the file system allows it. Torch-free."""
+"""Files without a name, and rates of the disk beneath a folder, past the page cache where it lets one. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 from megatrain.hardware.measured import Disk
 
 PIECE_BYTES = 8 << 20
+BLOCK_BYTES = 4096  # O_DIRECT wants addresses, offsets and lengths in whole blocks
 IN_FLIGHT = 8  # pieces at a time, here and where segments live on disk
 FREE_SHARE = 10  # never more than a tenth of the free space
 RAM_FILESYSTEMS = ("tmpfs", "ramfs")  # nothing to measure
@@ -36,10 +37,10 @@ def measure_disk(folder: Path, cap_bytes: int, limit_s: float, mountinfo: str) -
     num_pieces = min(cap_bytes, free_bytes // FREE_SHARE) // PIECE_BYTES
     if num_pieces == 0 or kind in RAM_FILESYSTEMS:
         return Disk(kind, free_bytes, False, 0.0, 0.0)
-    fd = _nameless_file(home)
+    fd = nameless_file(home)
     buffers = [_random_piece() for _ in range(IN_FLIGHT)]
     try:
-        direct = _set_direct(fd) and _takes_direct(fd, buffers[0])
+        direct = set_direct(fd)
         there = _transfer(fd, os.pwritev, buffers, num_pieces, time.perf_counter() + limit_s / 3)
         os.fsync(fd)
         started = time.perf_counter()
@@ -69,11 +70,25 @@ def filesystem(folder: Path, mountinfo: str) -> str:
     return found
 
 
-def _nameless_file(folder: Path) -> int:
-    path = folder / f".megatrain-doctor-{uuid.uuid4().hex}"
+def nameless_file(folder: Path) -> int:
+    """A new file of `folder`, open; without a name, so that nothing is left behind, whatever happens."""
+    path = folder / f".megatrain-scratch-{uuid.uuid4().hex}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.unlink(path)
     return fd
+
+
+def set_direct(fd: int) -> bool:
+    """Sets O_DIRECT, if the file system takes a write with it (some take the flag alone): zeros, to the first block."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwritev(fd, [block], 0)
+        except OSError:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+            return False
+    return True
 
 
 def _random_piece() -> mmap.mmap:
@@ -81,24 +96,6 @@ def _random_piece() -> mmap.mmap:
     piece = mmap.mmap(-1, PIECE_BYTES)
     piece[:] = np.random.default_rng().bytes(PIECE_BYTES)
     return piece
-
-
-def _set_direct(fd: int) -> bool:
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-    except OSError:
-        return False
-    return True
-
-
-def _takes_direct(fd: int, buffer: mmap.mmap) -> bool:
-    """Some file systems take the flag and refuse the write: then it is taken back."""
-    try:
-        os.pwritev(fd, [buffer], 0)
-    except OSError:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        return False
-    return True
 
 
 def _transfer(fd: int, call: Transfer, buffers: list[mmap.mmap], num_pieces: int, deadline: float) -> int:

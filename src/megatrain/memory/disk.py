@@ -9,10 +9,7 @@ Plain system calls from threads, not io_uring: with 8 pieces of 8 MiB in flight 
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
-import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -24,9 +21,16 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import DiskError, PlanError
-from megatrain.hardware.disk import IN_FLIGHT, PIECE_BYTES, RAM_FILESYSTEMS, filesystem
+from megatrain.hardware.disk import (
+    BLOCK_BYTES,
+    IN_FLIGHT,
+    PIECE_BYTES,
+    RAM_FILESYSTEMS,
+    filesystem,
+    nameless_file,
+    set_direct,
+)
 
-BLOCK_BYTES = 4096  # O_DIRECT wants addresses, offsets and lengths in whole blocks
 _FAILING = "the disk or the memory is failing; look at dmesg and at the drive's SMART log, then resume"
 
 
@@ -70,16 +74,14 @@ class DiskFile:
             self.num_bytes += padded(size_bytes)
         self._sums: dict[int, int] = {}  # offset of a piece -> its checksum; absent: never written
         self._fd = self._create()
-        self.direct = _set_direct(self._fd)
+        self.direct = set_direct(self._fd)
         self.note = _note(folder, self.direct)
         self._readers = ThreadPoolExecutor(IN_FLIGHT, "megatrain-disk-read")
         self._writers = ThreadPoolExecutor(IN_FLIGHT, "megatrain-disk-write")
 
     def _create(self) -> int:
         try:
-            path = self.folder / f".megatrain-scratch-{uuid.uuid4().hex}"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            os.unlink(path)
+            fd = nameless_file(self.folder)
         except OSError as failure:
             raise DiskError(
                 f"no scratch file can be made in {self.folder}: {failure}; choose another folder"
@@ -213,16 +215,3 @@ def _all(pool: ThreadPoolExecutor, work: Callable[[_Piece], None], pieces: Seque
     wait(begun)
     for future in begun:
         future.result()
-
-
-def _set_direct(fd: int) -> bool:
-    """Sets O_DIRECT, if the file system takes a write with it (some take the flag alone)."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    with mmap.mmap(-1, BLOCK_BYTES) as block:
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.pwritev(fd, [block], 0)
-        except OSError:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-            return False
-    return True

@@ -18,7 +18,6 @@ from megatrain.errors import PlanError
 from megatrain.hardware.cgroups import usable_cores
 from megatrain.memory.limits import available_ram_bytes
 
-PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -69,7 +68,7 @@ class HostArena:
 
 def _touch(memory: mmap.mmap, threads: int) -> None:
     """Writes one byte of every page from all threads: faults are taken now, in parallel, not by the first step."""
-    first_bytes = np.frombuffer(memory, dtype=np.uint8)[::PAGE_BYTES]
+    first_bytes = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
     pieces = np.array_split(first_bytes, threads)
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(piece.fill, 0) for piece in pieces]:
