@@ -100,7 +100,7 @@ def reserved(num_bytes: int) -> torch.Tensor:
 def test_wsl_14078_a_pin_limit_is_called_cuda_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(GIB, 3 * GIB)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr("megatrain.memory.pinned._clear_last_error", lambda: None)
+    monkeypatch.setattr("megatrain.memory.pinned.clear_last_error", lambda: None)
     pinned = register([reserved(5 * GIB)])
     assert pinned.refused is not None
     assert "pinning host memory was refused" in pinned.refused

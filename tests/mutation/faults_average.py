@@ -12,8 +12,8 @@ UPDATED = """\
         self._rule.update(layout, w, state, g, scalars)
 """
 AVERAGED = """\
-        masters = w[: layout.num_trainable]
-        kernels.average_(state["ema"], masters, state.get("lo"), self._share, threads=self.threads)
+        masters, threads = w[: layout.num_trainable], 1 if w.is_cuda else self._threads
+        kernels.average_(state["ema"], masters, state.get("lo"), self._share, threads=threads)
 """
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(
         "engine/rules.py",
         "tests/engine/test_average.py -k frozen",
-        ("the average of frozen tensors too", "masters = w[: layout.num_trainable]", "masters = w"),
+        ("the average of frozen tensors too", "masters, threads = w[: layout.num_trainable]", "masters, threads = w"),
     ),
     *of(
         "kernels/average.py",

@@ -31,7 +31,7 @@ from megatrain.optim import AdamW, scalars, split, update_split
 from megatrain.optim.native import isas
 
 RAM_SHARE = 10  # never more than a tenth of the RAM that is available
-UPDATE_BYTES = 16  # a parameter: hi 2, lo 2, m, v and grad 4 each
+PARAM_BYTES = 16  # hi 2, lo 2, m, v and grad 4 each
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Of a kernel that asks for more than a device has, say.
 TRITON_ERRORS: Sequence[type[Exception]] = [import_module("triton.errors").TritonError] if find_spec("triton") else []
@@ -149,7 +149,7 @@ def _matmul_rates(start: Measured, limits: Limits) -> dict[str, float]:
 
 def _update_rate(num_bytes: int, threads: int, limit_s: float) -> float:
     """Of the optimizer's own kernel, over ordinary numbers."""
-    num_params = num_bytes // UPDATE_BYTES
+    num_params = num_bytes // PARAM_BYTES
     normal = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
     tile_hi, tile_lo = split(normal)
     hi, lo = np.resize(tile_hi, num_params), np.resize(tile_lo, num_params)

@@ -95,8 +95,8 @@ class Engine:
             store,
             places,
             self._waiting,
-            with_average(host_rule, numerics.ema_decay),
-            with_average(device_rule(device, host_rule), numerics.ema_decay),
+            with_average(host_rule, numerics.ema_decay, optimizer_threads),
+            with_average(device_rule(device, host_rule), numerics.ema_decay, optimizer_threads),
             numerics.loss_chunk_tokens,
             numerics.label_smoothing,
         )

@@ -18,8 +18,6 @@ State = Mapping[str, Tensor]  # kind -> a segment's flat buffer of it
 class Rule(Protocol):
     """The update over a segment's flat buffers, and the sums of squares of its tensors."""
 
-    threads: int  # of the CPU, for what a rule does there
-
     def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
         """One step in place over `layout`'s `w` and `state`. Without "lo", `w` is the fp32 master."""
 
@@ -66,8 +64,6 @@ class HostRule:
 class DeviceRule:
     """The Triton kernels over HBM; queued on the current stream."""
 
-    threads = 1
-
     def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
         lo, m, v = state.get("lo"), state["m"], state["v"]
         for span in layout.spans:
@@ -89,18 +85,19 @@ def device_rule(device: torch.device, host_rule: HostRule) -> Rule:
 class Averaged:
     """A rule that also keeps a running average of the masters, in the same place."""
 
-    def __init__(self, rule: Rule, decay: float) -> None:
+    def __init__(self, rule: Rule, decay: float, threads: int) -> None:
         self._rule = rule
         self._share = optim.average_share(decay)
-        self.sums, self.threads = rule.sums, rule.threads
+        self._threads = threads
+        self.sums = rule.sums
 
     def update(self, layout: Layout, w: Tensor, state: State, g: Tensor, scalars: optim.Scalars) -> None:
         """The rule's own, then the average over the trained part of `w`."""
         self._rule.update(layout, w, state, g, scalars)
-        masters = w[: layout.num_trainable]
-        kernels.average_(state["ema"], masters, state.get("lo"), self._share, threads=self.threads)
+        masters, threads = w[: layout.num_trainable], 1 if w.is_cuda else self._threads
+        kernels.average_(state["ema"], masters, state.get("lo"), self._share, threads=threads)
 
 
-def with_average(rule: Rule, decay: float | None) -> Rule:
-    """`rule`, keeping an average too unless `decay` is None."""
-    return rule if decay is None else Averaged(rule, decay)
+def with_average(rule: Rule, decay: float | None, threads: int) -> Rule:
+    """`rule`, keeping an average too, by `threads` of the CPU, unless `decay` is None."""
+    return rule if decay is None else Averaged(rule, decay, threads)

@@ -127,6 +127,12 @@ def describe_gpu() -> Gpu | None:
     )
 
 
+def clear_last_error() -> None:
+    """After a refusal by CUDA, which keeps it as its last error: the framework would raise it at the next kernel."""
+    with contextlib.suppress(torch.AcceleratorError):
+        torch.zeros(1, device=CUDA)
+
+
 class TorchGpu:
     """`gpu.Device` on the current CUDA device. Made in a `with`: afterwards nothing of it is pinned or on the GPU."""
 
@@ -154,9 +160,7 @@ class TorchGpu:
         if status == 0:
             self._pinned.append(buffer)
         else:
-            # CUDA keeps the refusal as its last error; the framework would raise it at the next kernel instead.
-            with contextlib.suppress(torch.AcceleratorError):
-                torch.zeros(1, device=CUDA)
+            clear_last_error()
         return status
 
     def unpin_all(self) -> None:

@@ -1,4 +1,4 @@
-"""DeviceArena: one allocation on a device, carved into named pieces by a table that prints."""
+"""DeviceArena: one allocation on a device, carved into named pieces by a table."""
 
 from __future__ import annotations
 
@@ -65,9 +65,3 @@ class DeviceArena:
         """For tests: fills the piece with 0xFF, a NaN in every floating-point type, so that stale reads show."""
         start_bytes, size_bytes = self._pieces[name]
         self._bytes[start_bytes : start_bytes + size_bytes].fill_(0xFF)
-
-    def describe(self) -> str:
-        """The table as text: offset, bytes and name of each piece, then the total."""
-        lines = [f"{offset:>16,} {size:>16,}  {name}" for name, (offset, size) in self._pieces.items()]
-        head, total = f"{'offset_bytes':>16} {'size_bytes':>16}  piece", f"{'':>16} {self.num_bytes:>16,}  total"
-        return "\n".join([head, *lines, total])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain.hardware.probe import clear_last_error
 from megatrain.memory.limits import locked_memory_limit_bytes
 
 # One registration of several GiB is refused on some systems as "invalid argument".
@@ -49,7 +50,7 @@ def register(buffers: Sequence[Tensor]) -> Pinned:
             if status != 0:
                 pinned = Pinned(total_bytes, tuple(pieces), None)
                 refused = _refusal(total_bytes, pinned.pinned_bytes, status)
-                _clear_last_error()
+                clear_last_error()
                 unregister(pinned)
                 return Pinned(total_bytes, (), refused)
             pieces.append((buffer.data_ptr() + start_bytes, size_bytes))
@@ -86,14 +87,6 @@ def unregister(pinned: Pinned) -> None:
         status = int(runtime.cudaHostUnregister(address))
         if status != 0:
             raise RuntimeError(f"cudaHostUnregister({address:#x}) failed with CUDA error {status}")
-
-
-def _clear_last_error() -> None:
-    """CUDA keeps the refusal as its last error, and the framework would report it at the next kernel launch instead."""
-    try:
-        torch.zeros(1, device="cuda")
-    except torch.AcceleratorError:
-        return
 
 
 def _refusal(num_bytes: int, pinned_bytes: int, status: int) -> str:

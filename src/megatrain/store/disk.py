@@ -40,7 +40,7 @@ class DiskHomes:
             self._offsets[kind] = total_bytes
             total_bytes += num_slots * size_bytes
         self._slot_bytes = slot_bytes
-        self.num_slots = num_slots
+        self._num_slots = num_slots
         self.landing_bytes = total_bytes
         self._arena = HostArena(total_bytes)
         self.file = DiskFile(folder, {_extent(home.segment, home.kind): home.num_bytes for home in homes})
@@ -55,7 +55,7 @@ class DiskHomes:
         if kind not in self._slot_bytes:
             return []
         size_bytes = self._slot_bytes[kind]
-        return [self._arena.view(self._offset(kind, k), size_bytes, torch.uint8) for k in range(self.num_slots)]
+        return [self._arena.view(self._offset(kind, k), size_bytes, torch.uint8) for k in range(self._num_slots)]
 
     def load(self, segment: str, slots: Mapping[str, int]) -> None:
         """From disk to landing slots: kind -> slot. DiskError unless the bytes are those last spilled."""
@@ -75,7 +75,7 @@ class DiskHomes:
         return _extent(segment, kind), self._arena.view(self._offset(kind, slot), num_bytes, torch.uint8)
 
     def _offset(self, kind: str, slot: int) -> int:
-        assert 0 <= slot < self.num_slots, f"landing slot {slot} of {self.num_slots}"
+        assert 0 <= slot < self._num_slots, f"landing slot {slot} of {self._num_slots}"
         return self._offsets[kind] + slot * self._slot_bytes[kind]
 
 
