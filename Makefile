@@ -11,7 +11,7 @@
 # Rooms that the type checker passes without a complaint: the list only grows.
 TYPED := cli checkpoint codec config.py config_keys.py config_page.py config_run.py config_spellings.py config_values.py \
 	config_yaml.py errors.py \
-	hardware importers optim planner report store train
+	hardware importers optim planner report store strict_json.py train
 # The report page is looked at where a Chromium is installed; elsewhere only its structure is tested, and that is said.
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 PYTHON ?= python3

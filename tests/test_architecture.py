@@ -13,7 +13,8 @@ PACKAGE = SRC / "megatrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = [
-    "errors", "config_yaml", "config_values", "config_spellings", "config_keys", "config", "config_run", "config_page",
+    "errors", "strict_json", "config_yaml", "config_values", "config_spellings", "config_keys", "config", "config_run",
+    "config_page",
     "importers", "hardware", "models", "schedule",
     "planner", "memory", "store", "optim", "kernels", "codec",
     "engine", "data", "checkpoint", "train", "report", "cli", "__main__",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,8 +99,79 @@ def test_a_machine_with_a_known_device_is_likely_like_it() -> None:
     assert likely_rates(replace(known.machine, device_name="another")) == ASSUMED["cuda"]
 
 
-def test_a_damaged_file_says_where(tmp_path: Path) -> None:
-    text = to_json(read_machine("h200-125gb")).replace('"hbm_Bps"', '"hbm_speed"')
-    (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"rates\.hbm_Bps: "):
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"hbm_Bps"', '"hbm_speed"', r"rates\.hbm_Bps is missing"),
+        ('"about"', '"abuot": "", "about"', "unknown key 'abuot'; Described has about, machine, rates"),
+        ('"op_s"', '"op_S": 1, "op_s"', "unknown key 'op_S'; Rates has source, matmul_flops_per_s"),
+        ('"op_s"', '"op_s": 1, "op_s"', r"not valid JSON \(key 'op_s' appears twice\)"),
+        ('"num_cores": 16', '"num_cores": true', r"machine\.num_cores is True: input should be a valid integer"),
+        ('"cuda"', '"rocm"', r"machine\.device is 'rocm': input should be 'cpu' or 'cuda'"),
+        ('"scale": {}', '"scale": {"BACKWARD": "2"}', r"rates\.scale\.BACKWARD is '2': input should be a valid number"),
+        ('"scale": {}', '"scale": {"BACKWARD": 0}', r"rates\.scale\.BACKWARD is 0"),
+        ("{", "", "not valid JSON"),
+    ],
+)
+def test_a_damaged_file_says_where(tmp_path: Path, old: str, new: str, said: str) -> None:
+    (tmp_path / "bad.json").write_text(to_json(read_machine("h200-125gb")).replace(old, new, 1))
+    with pytest.raises(ConfigError, match=rf"bad.json is no machine file: {said}"):
         read_machine(str(tmp_path / "bad.json"))
+
+
+FIGURES = [
+    f"{part}.{key}"
+    for part in ("machine", "rates")
+    for key, value in vars(getattr(read_machine("h200-125gb"), part)).items()
+    if isinstance(value, int | float)
+]
+
+
+MAY_BE_0 = ("hbm_total_bytes", "hbm_free_bytes", "disk_free_bytes", "disk_read_Bps", "disk_write_Bps")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_that_no_machine_has_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    """A rate of 0 would be divided by, one below it would make a step shorter the more it has to do."""
+    (part, key), file = name.split("."), tmp_path / "bad.json"
+    for value in (-1, -0.5, 1e-300, 1e300, 10**30, float("nan"), float("inf"), True, "1", None, 0):
+        table = json.loads(to_json(read_machine("h200-125gb")))
+        table[part][key] = value
+        file.write_text(json.dumps(table))
+        if value == 0 and key in MAY_BE_0:
+            assert vars(getattr(read_machine(str(file)), part))[key] == 0
+            continue
+        with pytest.raises(ConfigError, match=rf"bad.json is no machine file: {re.escape(name)} is "):
+            read_machine(str(file))
+
+
+NO_LINK = {"h2d_Bps": 0.0, "d2h_Bps": 1e9, "both_h2d_Bps": 1e9, "both_d2h_Bps": 1e9, "small": []}
+GREEN = {"name": "GPU", "capability": [9, 0], "hbm_total_bytes": 2, "hbm_free_bytes": 1, "driver": None, "ecc": None,
+         "pcie_width": None, "pcie_width_max": None, "colour": "green"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hbm_Bps": -1.0}, r"hbm_Bps is -1\.0: give a figure"),
+        ({"link": NO_LINK}, r"link\.h2d_Bps is 0\.0: give a figure"),
+        ({"dma_slowdown": {"add": float("nan")}}, "dma_slowdown.add is nan: input should be a finite number"),
+        ({"gpu": GREEN}, "unknown key 'colour'; Gpu has name, capability"),
+        ({"gpu": {"name": "GPU"}}, "gpu.capability is missing"),
+        ({"format": 1}, "format is 1: input should be 2; `megatrain doctor` measures anew"),
+    ],
+)
+def test_the_doctors_file_is_read_as_closely(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    file = tmp_path / "machine.json"
+    save_measured(MEASURED, file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=rf"machine.json is no machine file: {said}"):
+        read_machine(str(file))
+
+
+def test_shipped_machines_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner asks for likely rates at every change that it tries."""
+    machine = read_machine("h200-125gb").machine
+    first = likely_rates(machine)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read again"))
+    assert likely_rates(machine) == first

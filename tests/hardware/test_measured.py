@@ -30,6 +30,8 @@ def test_missing_damaged_and_foreign_files_are_none(tmp_path: Path) -> None:
         text[:-40],
         text.replace(f'"format": {FORMAT}', '"format": 0'),
         text.replace("93000000000.0", '"fast"'),
+        text.replace("93000000000.0", "0.0"),
+        text.replace("93000000000.0", "-1.0"),
         "[]",
     ):
         assert bad != text

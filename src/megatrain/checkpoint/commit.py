@@ -28,12 +28,12 @@ from megatrain.checkpoint.fs import (
     read_exactly,
     read_small,
     remove_tree,
-    strict_json,
 )
 from megatrain.checkpoint.safetensors_file import read_header
 from megatrain.errors import CheckpointError, ModelError
 from megatrain.memory import drop_page_cache
 from megatrain.planner.sizes import SLACK_DISK_BYTES
+from megatrain.strict_json import strict_json
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import stat
 from collections import deque
@@ -16,7 +15,6 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatrain.errors import UserError
 from megatrain.memory import drop_page_cache
@@ -167,26 +165,6 @@ def cannot_read(path: Path, failure: OSError) -> str:
     if failure.errno == errno.ELOOP:
         return f"{path} is a symbolic link, which is not followed; put the file itself there"
     return f"{path} cannot be read: {failure.strerror or failure}"
-
-
-def strict_json(data: bytes, path: Path, error: type[UserError]) -> dict[str, Any]:
-    """The JSON object in `data`; a duplicate key, or anything that is not one JSON object, is the given error."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"key {twice!r} appears twice")
-        return members
-
-    try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as failure:
-        raise error(f"{path}: not valid JSON ({failure}); the file is damaged, fetch or write it again") from failure
-    if not isinstance(found, dict):
-        raise error(f"{path}: a JSON object is expected, not {type(found).__name__}")
-    return found
 
 
 def remove_tree(files: Files, path: Path) -> None:

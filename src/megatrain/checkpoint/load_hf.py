@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from megatrain.checkpoint.experts import Part, published
-from megatrain.checkpoint.fs import BLOCK_BYTES, Files, cannot_read, read_small, strict_json
+from megatrain.checkpoint.fs import BLOCK_BYTES, Files, cannot_read, read_small
 from megatrain.checkpoint.safetensors_file import DTYPES, TensorInfo, read_header, read_into, read_pieces
 from megatrain.errors import ModelError
 from megatrain.memory import drop_page_cache
 from megatrain.models.layout import Entry
 from megatrain.models.spec import ModelSpec, TensorSpec
 from megatrain.store import SegmentStore
+from megatrain.strict_json import strict_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

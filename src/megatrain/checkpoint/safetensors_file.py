@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.fs import BLOCK_BYTES, Files, read_exactly, strict_json
+from megatrain.checkpoint.fs import BLOCK_BYTES, Files, read_exactly
 from megatrain.errors import ModelError
+from megatrain.strict_json import strict_json
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _NUM_BITS = {

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
 
 from megatrain.errors import ConfigError
 from megatrain.hardware.machine import Machine
-from megatrain.hardware.measured import load_measured
+from megatrain.hardware.measured import Measured
 from megatrain.hardware.rates import ASSUMED, Rates, machine_of, rates_of
+from megatrain.strict_json import typed
 
 FOLDER = Path(__file__).parent / "machines"
 
@@ -23,9 +23,6 @@ class Described:
     about: str
     machine: Machine
     rates: Rates
-
-
-_ADAPTER = TypeAdapter(Described)
 
 
 def machine_names() -> list[str]:
@@ -43,20 +40,14 @@ def read_machine(name: str) -> Described:
             f"--machine: {name!r} is no machine that is shipped and no file that can be read ({error.strerror}); "
             f"give the machine.json of `megatrain doctor`, or one of: {', '.join(machine_names())}"
         ) from None
-    measured = load_measured(path)
-    if measured is not None:
-        return Described(f"measured {measured.measured_at}", machine_of(measured), rates_of(measured))
-    try:
-        return _ADAPTER.validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"--machine: {name} is no machine file: {where or 'file'}: {first['msg']}; "
-            f"{FOLDER / 'h200-125gb.json'} is an example"
-        ) from None
+    where, remedy = f"--machine: {name} is no machine file", f"{FOLDER / 'h200-125gb.json'} is an example"
+    if b'"measured_at"' not in content:
+        return typed(Described, content, where, ConfigError, remedy)
+    measured = typed(Measured, content, where, ConfigError, "`megatrain doctor` measures anew")
+    return Described(f"measured {measured.measured_at}", machine_of(measured), rates_of(measured))
 
 
+@cache  # asked at every change that would make a run fit
 def likely_rates(machine: Machine) -> Rates:
     """Rates for a machine of which none were measured: those of the shipped machine with the same device, and of these
     the one with most nearly as much RAM; or modest ones."""
@@ -70,4 +61,4 @@ def likely_rates(machine: Machine) -> Rates:
 
 def to_json(described: Described) -> str:
     """The file that `read_machine` reads back."""
-    return json.dumps(json.loads(_ADAPTER.dump_json(described)), indent=1) + "\n"
+    return json.dumps(asdict(described), indent=1) + "\n"

@@ -9,10 +9,13 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-FORMAT = 2  # of the file; another number is no file of ours
+from megatrain.hardware.machine import Count, CountOr0, Rate, RateOr0
+
+FORMAT: Final = 2  # of the file; another number is no file of ours
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,10 @@ class Host:
 
     processor: str
     isa: str
-    num_cores: int  # that this process may use
+    num_cores: Count  # that this process may use
     num_numa_nodes: int
-    ram_total_bytes: int
-    ram_available_bytes: int
+    ram_total_bytes: Count
+    ram_available_bytes: Count
     ram_limit_bytes: int | None
     locked_limit_bytes: int | None  # RLIMIT_MEMLOCK; None when unlimited
     load: float  # processes that wanted a core, over the last minute, before anything was measured
@@ -37,8 +40,8 @@ class Gpu:
 
     name: str
     capability: tuple[int, int]
-    hbm_total_bytes: int
-    hbm_free_bytes: int
+    hbm_total_bytes: Count
+    hbm_free_bytes: CountOr0
     driver: str | None
     ecc: bool | None
     pcie_width: int | None
@@ -58,10 +61,10 @@ class Pin:
 class Link:
     """Copies between pinned host memory and the GPU; `small`: (bytes of a copy, rate to the GPU)."""
 
-    h2d_Bps: float
-    d2h_Bps: float
-    both_h2d_Bps: float
-    both_d2h_Bps: float
+    h2d_Bps: Rate
+    d2h_Bps: Rate
+    both_h2d_Bps: Rate
+    both_d2h_Bps: Rate
     small: tuple[tuple[int, float], ...]
 
 
@@ -70,10 +73,10 @@ class Disk:
     """The file system of the output folder; `direct`: O_DIRECT worked, so the rates are the disk's own."""
 
     filesystem: str
-    free_bytes: int
+    free_bytes: CountOr0
     direct: bool
-    write_Bps: float  # 0.0, as is read_Bps: not measured, in RAM or too little room
-    read_Bps: float
+    write_Bps: RateOr0  # 0.0, as is read_Bps: not measured, in RAM or too little room
+    read_Bps: RateOr0
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,15 @@ class Measured:
     driver_without_torch: str | None = None  # a GPU that nvidia-smi sees and torch does not
     pin: Pin | None = None
     link: Link | None = None
-    dram_copy_Bps: float | None = None  # bytes read + bytes written
-    update_params_per_s: float | None = None
-    matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # dtype -> sustained rate
-    attention_flops_per_s: float | None = None  # of deterministic attention's forward on the GPU, bf16
-    hbm_Bps: float | None = None  # bytes read + bytes written
+    dram_copy_Bps: Rate | None = None  # bytes read + bytes written
+    update_params_per_s: Rate | None = None
+    matmul_flops_per_s: Mapping[str, Rate] = field(default_factory=dict)  # dtype -> sustained rate
+    attention_flops_per_s: Rate | None = None  # of deterministic attention's forward on the GPU, bf16
+    hbm_Bps: Rate | None = None  # bytes read + bytes written
     dma_slowdown: Mapping[str, float] = field(default_factory=dict)  # kernel -> its time during copies / alone
     disk: Disk | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
-    format: int = FORMAT
+    format: Literal[2] = FORMAT
 
 
 _ADAPTER = TypeAdapter(Measured)
@@ -130,7 +133,6 @@ def save_measured(measured: Measured, path: Path) -> None:
 def load_measured(path: Path) -> Measured | None:
     """The figures of a file; None if it is missing, damaged or of another format: then measure again."""
     try:
-        measured = _ADAPTER.validate_json(path.read_bytes())
+        return _ADAPTER.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-    return measured if measured.format == FORMAT else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatrain.hardware.machine import DeviceKind, Machine
+from megatrain.hardware.machine import DeviceKind, Machine, Rate, RateOr0
 from megatrain.hardware.measured import Measured
 
 
@@ -19,19 +19,19 @@ class Rates:
     """
 
     source: str  # "measured by megatrain doctor", "described", …
-    matmul_flops_per_s: float
-    attention_flops_per_s: float
-    hbm_Bps: float
-    h2d_Bps: float
-    d2h_Bps: float
-    link_both_Bps: float
-    dram_Bps: float
-    update_params_per_s: float
-    disk_read_Bps: float
-    disk_write_Bps: float
-    op_s: float = 5e-5  # of starting one op
-    step_s: float = 5e-3  # between two steps: data, counters, a line of the log
-    scale: Mapping[str, float] = field(default_factory=dict)
+    matmul_flops_per_s: Rate
+    attention_flops_per_s: Rate
+    hbm_Bps: Rate
+    h2d_Bps: Rate
+    d2h_Bps: Rate
+    link_both_Bps: Rate
+    dram_Bps: Rate
+    update_params_per_s: Rate
+    disk_read_Bps: RateOr0
+    disk_write_Bps: RateOr0
+    op_s: Rate = 5e-5  # of starting one op
+    step_s: Rate = 5e-3  # between two steps: data, counters, a line of the log
+    scale: Mapping[str, Rate] = field(default_factory=dict)
 
 
 ATTENTION_SHARE = 0.57  # of the matmul rate, where attention was not measured: 450 of 785 TFLOP/s on an H200
