@@ -91,7 +91,7 @@ def plans(draw: st.DrawFn) -> Plan:
         keep=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
         keep_attention=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
         offload=sorted(draw(st.sets(st.sampled_from(names[1:-1])))),
-        slots=draw(st.integers(2, 4)),
+        slots=draw(st.integers(2, min(4, num_blocks + 2))),
         grad_slots=draw(st.integers(1, 3)),
         round_micro_batches=99 if two_pass else draw(st.integers(1, 5)),
         two_pass=two_pass,

@@ -27,6 +27,8 @@ from tests.schedule.plans import DEVICE, DISK_STATE, DISK_WEIGHTS, OWN_RAM, RESI
         (plan_of([{**DEVICE, **DISK_STATE}]), "L000 lives on disk and has update 'device'"),
         (plan_of([{**DEVICE, **DISK_WEIGHTS}]), "L000 lives on disk and has update 'device'"),
         (plan_of(keep_attention=["HEAD"]), "HEAD has activations 'keep_attention'; only blocks attend"),
+        (plan_of(keep=["EMBED"]), "EMBED has activations 'keep'; only blocks attend, keep"),
+        (plan_of(offload=["HEAD"]), "HEAD has activations 'offload'; only blocks attend, keep"),
         (plan_of([{**RESIDENT, **DISK_WEIGHTS}]), "L000 has state 'hbm' and weights_home 'disk'"),
         (plan_of(slots=1), "weight_slots is 1, but 4 segments share"),
         (plan_of([STREAMED], slots=0), "weight_slots is 0, but 1 segments share"),
@@ -57,6 +59,15 @@ def test_names_and_kinds_are_those_of_the_travel_order() -> None:
     wrong_kind = (SegmentPlan("EMBED", "head", True, "own", "own"), *plan.segments[1:])
     with pytest.raises(PlanError, match="EMBED is planned as kind 'head'; it must be 'embed'"):
         validate(replace(plan, segments=wrong_kind))
+
+
+@pytest.mark.parametrize("key", ["weight_slots", "grad_slots", "disk_slots", "act_slots", "grad_landing_slots"])
+def test_slots_that_nothing_uses_are_no_less_than_none_and_no_more_than_segments(key: str) -> None:
+    plan = plan_of([RESIDENT])
+    for slots in (-1, 4, 10_000_000):
+        with pytest.raises(PlanError, match=f"{key} is {slots}; use 0 to 3"):
+            validate(replace(plan, **{key: slots}))
+    validate(replace(plan, **{key: 3}))
 
 
 def test_accepted() -> None:

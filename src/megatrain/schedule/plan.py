@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
@@ -166,42 +167,34 @@ def validate(plan: Plan) -> None:
     kinds = ["embed", *["block"] * num_blocks, "head"]
     for segment, kind in zip(plan.segments, kinds, strict=True):
         _validate_segment(segment, kind, plan.clip_mode == "two-pass")
-    pool_weights = sum(s.weights == "pool" for s in plan.segments)
-    slots_needed = min(pool_weights, 2)
-    if plan.weight_slots < slots_needed:
-        raise PlanError(
-            f"weight_slots is {plan.weight_slots}, but {pool_weights} segments share the slots; "
-            f"use at least {slots_needed} (one computes while the next arrives)"
-        )
-    if plan.grad_slots < 1 and any(s.trainable and s.grads == "pool" for s in plan.segments):
-        raise PlanError(f"grad_slots is {plan.grad_slots}, but some segments share gradient slots; use at least 1")
-    if plan.act_slots < 2 and plan.offloaded:
-        raise PlanError(
-            f"act_slots is {plan.act_slots}, but some blocks have activations 'offload'; use at least 2 "
-            "(a block reads its input from one and writes the next block's to another)"
-        )
-    if plan.disk_slots < 1 and any(s.state_on_disk or s.weights_on_disk for s in plan.segments):
-        raise PlanError(
-            f"disk_slots is {plan.disk_slots}, but some segments live on disk; use at least 1 "
-            "(2 to read and write at the same time)"
-        )
-    _validate_two_pass(plan)
+    for key in ("weight_slots", "grad_slots", "disk_slots", "act_slots", "grad_landing_slots"):
+        slots, most = getattr(plan, key), len(plan.segments)
+        if not 0 <= slots <= most:
+            raise PlanError(f"{key} is {slots}; use 0 to {most}, one a segment: no more are ever in use")
+    for key, least, why in _slots_needed(plan):
+        if getattr(plan, key) < least:
+            raise PlanError(f"{key} is {getattr(plan, key)}, but {why}")
+    streamed = next((s.name for s in plan.segments if s.streams_state), None)
+    if plan.clip_mode == "two-pass" and streamed is not None:
+        raise PlanError(f"{streamed} has update 'device', which two passes do not know; use 'home', or state 'hbm'")
     if plan.round_micro_batches < 1:
         raise PlanError(f"round_micro_batches is {plan.round_micro_batches}; use at least 1")
 
 
-def _validate_two_pass(plan: Plan) -> None:
-    if plan.clip_mode == "deferred":
-        return
+def _slots_needed(plan: Plan) -> Iterator[tuple[str, int, str]]:
+    """A count of slots, the least it may be, and why."""
+    num_shared = sum(s.weights == "pool" for s in plan.segments)
+    least = min(num_shared, 2)
+    yield "weight_slots", least, f"{num_shared} segments share the slots; use at least {least} (one arrives meanwhile)"
+    if any(s.trainable and s.grads == "pool" for s in plan.segments):
+        yield "grad_slots", 1, "some segments share gradient slots; use at least 1"
+    if plan.offloaded:
+        yield "act_slots", 2, "some blocks have activations 'offload'; use at least 2 (one is read, the next written)"
+    if any(s.state_on_disk or s.weights_on_disk for s in plan.segments):
+        yield "disk_slots", 1, "some segments live on disk; use at least 1 (2 to read and write at the same time)"
     on_host = [s.name for s in plan.segments if s.trainable and not s.updates_on_device]
-    if plan.grad_landing_slots < 1 and on_host:
-        raise PlanError(
-            f"grad_landing_slots is {plan.grad_landing_slots}, but in two passes the host updates {on_host[0]}; use at "
-            "least 1 (2: one lands while the other is used)"
-        )
-    streamed = next((s.name for s in plan.segments if s.streams_state), None)
-    if streamed is not None:
-        raise PlanError(f"{streamed} has update 'device', which two passes do not know; use 'home', or state 'hbm'")
+    if plan.clip_mode == "two-pass" and on_host:
+        yield "grad_landing_slots", 1, f"in two passes the host updates {on_host[0]}; use at least 1"
 
 
 def _validate_segment(segment: SegmentPlan, kind: str, two_pass: bool) -> None:
@@ -216,10 +209,11 @@ def _validate_segment(segment: SegmentPlan, kind: str, two_pass: bool) -> None:
     if segment.update == "device" and (segment.state == "disk" or segment.weights_on_disk):
         # the disk is ten times slower than the host's update
         raise PlanError(f"{segment.name} lives on disk and has update 'device'; use 'home', or state 'ram'")
-    if kind != "block" and segment.activations == "offload":
-        raise PlanError(f"{segment.name} has activations 'offload'; only blocks have an input that can wait in RAM")
-    if kind != "block" and segment.activations == "keep_attention":
-        raise PlanError(f"{segment.name} has activations 'keep_attention'; only blocks attend: use 'recompute'")
+    if kind != "block" and segment.activations != "recompute":
+        raise PlanError(
+            f"{segment.name} has activations {segment.activations!r}; only blocks attend, keep activations or have an "
+            "input that can wait in RAM: use 'recompute'"
+        )
     if kind != "block":
         why = f"{kind} segments"
     elif segment.state == "hbm":
