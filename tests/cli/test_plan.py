@@ -69,6 +69,19 @@ def test_what_does_not_fit_ends_with_what_would_and_exit_code_1(capsys: pytest.C
     assert 24 < hbm_gib < 80, "what the slots take, not all that RAM cannot hold"
 
 
+def test_a_plan_against_the_config_is_refused_before_a_larger_machine_is_sought(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No machine is large enough for two passes in several rounds: there is none to name."""
+    words = ("plan", DATA / "gpt-oss-120b", "--machine", "24gb-64gb", "save_strategy=no", "micro_batch_tokens=2048")
+    assert megatrain(*words, "clip_mode=deferred", "--json") == 1
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    assert megatrain(*words, "clip_mode=two-pass", "round_micro_batches=1", "--plan", tmp_path / "plan.json") == 2
+    error = capsys.readouterr().err
+    assert "plan.json has clip_mode deferred, the config asks for two-pass; change one of them" in error
+    assert error.count("\n") == 1
+
+
 def test_a_picture_is_drawn(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert megatrain("plan", folder, "--machine", "24gb-64gb", "--plot", tmp_path / "step.svg") == 0
     root = ET.fromstring((tmp_path / "step.svg").read_text("utf-8"))

@@ -94,7 +94,7 @@ def planned(
         )
     question = question_of(spec, config, machine, rates)
     refuse_endless(question)
-    plan = search(question) if plan_file is None else read_plan(plan_file, spec)
+    plan = search(question) if plan_file is None else read_plan(plan_file, question)
     if described is None and machine.device == "cuda":
         repeat_bits(config.deterministic)  # here: it must precede the process's first product on the GPU
     return Planned(config, source, machine, rates, hf_config, spec, plan, memory_table(question, plan))

@@ -1,57 +1,62 @@
-"""Plan files: a plan.json that a person may edit, read back and held against the model. No torch."""
+"""Plan files: a plan.json that a person may edit, read back and held against the model and the config. No torch."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
-from pydantic import TypeAdapter, ValidationError
-
-from megatrain.errors import PlanError
+from megatrain.config import resolved
+from megatrain.errors import ConfigError, PlanError
 from megatrain.models.layout import embedding_of
 from megatrain.models.spec import ModelSpec
+from megatrain.planner.account import Question
 from megatrain.planner.sizes import refuse_unkept
-from megatrain.schedule.plan import Plan, SegmentPlan, validate
+from megatrain.schedule.plan import Activations, Plan, validate
+from megatrain.strict_json import typed
 
-_ADAPTER = TypeAdapter(Plan)
+# The config's word on activations -> what a block may then do.
+HONOURS = {"auto": get_args(Activations), "recompute": ("recompute", "offload"), "keep": ("keep",)}
 
 
-def read_plan(path: Path, spec: ModelSpec) -> Plan:
-    """The plan of a plan.json (of `megatrain plan --json`, of a run folder, or its "plan" alone), valid for `spec`."""
+def read_plan(path: Path, question: Question) -> Plan:
+    """The plan of a plan.json (of `megatrain plan --json`, of a run folder, or its "plan" alone), one that answers
+    `question`: of its model, and with every wish of its config."""
     try:
-        table = json.loads(path.read_text("utf-8"))
+        data = path.read_bytes()
     except OSError as error:
         raise PlanError(f"--plan: {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise PlanError(f"--plan: {path} is no JSON: {error}") from None
-    table = table.get("plan", table) if isinstance(table, dict) else table
-    try:
-        _refuse_unknown(path, table)
-        plan = _ADAPTER.validate_python(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise PlanError(f"--plan: {path}: {where} is {first['input']!r}: {first['msg']}") from None
+    plan = typed(Plan, data, f"--plan: {path}", PlanError, "`megatrain plan --json` writes such a file", "plan")
     validate(plan)
-    _refuse_other_model(path, plan, spec)
-    refuse_unkept(spec, plan)
+    _refuse_other_model(path, plan, question.shapes.spec)
+    refuse_unkept(question.shapes.spec, plan)
+    _refuse_contradictions(path, plan, question)
     return plan
 
 
-def _refuse_unknown(path: Path, table: object) -> None:
-    """A key that nobody reads would be a wish that is not honoured."""
-    if not isinstance(table, Mapping):
-        return
-    parts = [(table, Plan)] + [
-        (segment, SegmentPlan) for segment in table.get("segments", ()) if isinstance(segment, Mapping)
-    ]
-    for part, kind in parts:
-        known = [field.name for field in fields(kind)]
-        for key in part:
-            if key not in known:
-                raise PlanError(f"--plan: {path}: unknown key {key!r}; {kind.__name__} has {', '.join(known)}")
+def _refuse_contradictions(path: Path, plan: Plan, question: Question) -> None:
+    """What the planner would never choose for this config. What the config leaves open is the plan's to say."""
+    config, machine, most = question.config, question.machine, question.num_micro_batches
+    wishes: list[tuple[str, object, object]] = [("clip_mode", config.clip_mode, plan.clip_mode)]
+    wishes.append(("weight_slots", config.weight_slots, plan.weight_slots))
+    if min(config.round_micro_batches or most, most) != min(plan.round_micro_batches, most):
+        wishes.append(("round_micro_batches", config.round_micro_batches, plan.round_micro_batches))
+    others = [block for block in plan.blocks if block.activations not in HONOURS[config.activations]]
+    wishes += [("activations", config.activations, f"{block.activations} of {block.name}") for block in others]
+    for key, asked, found in wishes:
+        if asked not in (None, "auto", found):
+            raise PlanError(
+                f"--plan: {path} has {key} {found}, the config asks for {asked}; change one of them, or leave {key} "
+                "out of the config"
+            )
+    try:
+        resolved(config.model_copy(update={"clip_mode": plan.clip_mode}), machine.device, machine.num_cores)
+    except ConfigError as error:
+        raise PlanError(f"--plan: {path}: {error}") from None
+    if plan.clip_mode == "two-pass" and plan.round_micro_batches < most:
+        raise PlanError(
+            f"--plan: {path} has round_micro_batches {plan.round_micro_batches}, but two passes take the {most} "
+            f"micro-batches of a step in one round; set it to {most}, or clip_mode to deferred"
+        )
 
 
 def _refuse_other_model(path: Path, plan: Plan, spec: ModelSpec) -> None:
@@ -62,13 +67,9 @@ def _refuse_other_model(path: Path, plan: Plan, spec: ModelSpec) -> None:
         )
     facts = {"tied": (plan.tied, spec.tied)}
     facts["embedding_trainable"] = (plan.embedding_trainable, embedding_of(spec).trainable)
+    for planned, segment in zip(plan.segments, spec.segments, strict=True):
+        trained = any(tensor.trainable for tensor in segment.tensors)
+        facts[f"trainable of {segment.name}"] = (planned.trainable, trained)
     for key, (said, true) in facts.items():
         if said != true:
-            raise PlanError(f"--plan: {path} says {key} is {said}, the model's is {true}; plan this model anew")
-    for planned, segment in zip(plan.segments, spec.segments, strict=True):
-        trainable = any(tensor.trainable for tensor in segment.tensors)
-        if planned.trainable != trainable:
-            raise PlanError(
-                f"--plan: {path}: trainable of {planned.name} is {planned.trainable}, the config makes it {trainable}; "
-                "freeze decides that: plan with this config anew"
-            )
+            raise PlanError(f"--plan: {path} says {key} is {said}, for this model and config it is {true}; plan anew")
