@@ -103,14 +103,58 @@ def test_a_trace_of_another_plan_is_refused(question: Question, plan: Plan) -> N
         matched(other, spans)
 
 
-def test_a_trace_file_is_read_back_and_another_file_refused(tmp_path: Path, question: Question, plan: Plan) -> None:
+def test_a_trace_with_more_or_less_than_the_plan_is_refused(question: Question, plan: Plan) -> None:
+    spans = spans_at(question, plan, {})
+    last = spans[-1]
+    with pytest.raises(PlanError, match=f"where the plan ends on {last.lane}, the trace has {last.kind} "):
+        matched(plan, [*spans, last])
+    with pytest.raises(PlanError, match=f"where the plan has {last.kind} .* on {last.lane}, the trace ends"):
+        matched(plan, spans[:-1])
+    first = next(index for index, span in enumerate(spans) if span.kind == "FORWARD")
+    other = [span._replace(micro_batch=1) if index == first else span for index, span in enumerate(spans)]
+    with pytest.raises(PlanError, match="where the plan has FORWARD L000 m0 on compute, the trace has FORWARD L000 m1"):
+        matched(plan, other)
+
+
+ROW = {"kind": "FETCH", "segment": "L000", "micro_batch": None, "lane": "h2d", "start_s": 0.5, "end_s": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"loss": 1}', "kind is missing"),
+        ("FETCH L000", "not valid JSON"),
+        ("[]", "a JSON object is expected, not list"),
+        ("", "not valid JSON"),
+        (json.dumps(ROW)[:-1] + ', "lane": "d2h"}', r"not valid JSON \(key 'lane' appears twice\)"),
+        (json.dumps(ROW | {"stream": 7}), "unknown key 'stream'; Span has kind, segment, micro_batch"),
+        (json.dumps({key: value for key, value in ROW.items() if key != "end_s"}), "end_s is missing"),
+        (json.dumps(ROW | {"lane": "gpu"}), "lane is 'gpu': input should be 'compute'"),
+        (json.dumps(ROW | {"kind": "FETSH"}), "kind is 'FETSH': input should be 'FETCH'"),
+        (json.dumps(ROW | {"kind": ["FETCH"]}), r"kind is \['FETCH'\]"),
+        (json.dumps(ROW | {"segment": 0}), "segment is 0: input should be a valid string"),
+        (json.dumps(ROW | {"micro_batch": -1}), "micro_batch is -1: input should be greater"),
+        (json.dumps(ROW | {"micro_batch": True}), "micro_batch is True: input should be a valid integer"),
+        (json.dumps(ROW | {"start_s": "0"}), "start_s is '0': input should be a valid number"),
+        (json.dumps(ROW | {"start_s": -0.1}), "start_s is -0.1: input should be greater"),
+        (json.dumps(ROW | {"start_s": float("nan")}), "start_s is nan: input should be a finite number"),
+        (json.dumps(ROW | {"end_s": float("inf")}), "end_s is inf: input should be a finite number"),
+        (json.dumps(ROW | {"end_s": 1e300}), r"end_s is 1e\+300: input should be less"),
+        (json.dumps(ROW | {"end_s": 0.25}), "end_s is 0.25, before start_s, 0.5"),
+    ],
+)
+def test_a_line_that_no_run_writes_is_refused_with_its_number(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{json.dumps(ROW)}\n{line}\n")
+    with pytest.raises(PlanError, match=f"is no trace of a run: line 2: {said}.*; give the trace.jsonl of one"):
+        read_trace(file)
+
+
+def test_a_trace_file_is_read_back(tmp_path: Path, question: Question, plan: Plan) -> None:
     spans = spans_at(question, plan, {})
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps(span._asdict()) + "\n" for span in spans))
     assert read_trace(file) == spans
-    file.write_text('{"loss": 1}\n')
-    with pytest.raises(PlanError, match="is no trace of a run"):
-        read_trace(file)
     with pytest.raises(PlanError, match="cannot be read"):
         read_trace(tmp_path / "none.jsonl")
 
