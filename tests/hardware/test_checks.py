@@ -91,7 +91,7 @@ BAD = [
     ("disk space", "WARN", disk(filesystem="overlay"), "volume"),
     ("disk space", "WARN", disk(filesystem="nfs4"), "local disk"),
     ("disk space", "WARN", disk(filesystem="fuse.sshfs"), "local disk"),
-    ("disk rate", "WARN", disk(direct=False), "O_DIRECT"),
+    ("disk rate", "WARN", disk(direct=False), "without O_DIRECT the disk is slower, and takes RAM"),
     ("disk rate", "WARN", disk(write_Bps=0.1e9), "NVMe"),
     ("versions", "WARN", replace(GOOD, versions={"torch": "2.11.0"}), "triton"),
     ("cache", "WARN", lacking("cache"), "XDG_CACHE_HOME"),

@@ -263,7 +263,7 @@ def _disk_rate(m: Measured) -> list[Check]:
     return _one(
         "disk rate",
         found,
-        (not disk.direct, "WARN", "choose a folder on ext4 or xfs: O_DIRECT is refused here, so the disk tier is off"),
+        (not disk.direct, "WARN", "choose a folder on ext4 or xfs: without O_DIRECT the disk is slower, and takes RAM"),
         (disk.write_Bps < SLOW_DISK_Bps, "WARN", "choose a folder on an NVMe disk, or save less often (save_steps)"),
     )
 
