@@ -43,14 +43,10 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes}B"
 
 
-def _dump_size(num_bytes: int | None) -> str | None:
-    return None if num_bytes is None else format_size(num_bytes)
-
-
 Size = Annotated[
     int | None,
     BeforeValidator(parse_size),
-    PlainSerializer(_dump_size),
+    PlainSerializer(lambda num_bytes: None if num_bytes is None else format_size(num_bytes)),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": f"^{_SIZE.pattern}$"}, {"type": "null"}]}),
 ]
 

@@ -71,27 +71,22 @@ def train_config(
         facts: dict[str, object] = dict(zip(FACTS, (batches.fingerprint, versions()), strict=True))
         if checkpoint is not None:
             refuse_other_run(checkpoint, facts, allowed)
-        start_step = _done_steps(checkpoint, num_steps_of(batches))
-        worn = wear_misfit(run.question, run.plan, num_steps_of(batches) - start_step)
+        num_steps, logging_steps = num_steps_of(batches), run.config.logging_steps
+        start_step = _done_steps(checkpoint, num_steps)
+        worn = wear_misfit(run.question, run.plan, num_steps - start_step)
         if worn is not None:
             raise PlanError(worn)
         plan_facts = show.plan_json(run.spec, run.plan, run.table, run.machine)
         folder.begin(run.config, plan_facts, environment(run.machine, run.config))
         folder.cut_metrics(start_step)
-        screen = display(start_step, num_steps_of(batches))
+        screen, work = display(start_step, num_steps), work_of(run)
         with Metrics(
-            folder.metrics,
-            folder.log,
-            screen,
-            run.device,
-            work_of(run),
-            logging_steps=run.config.logging_steps,
-            num_steps=num_steps_of(batches),
+            folder.metrics, folder.log, screen, run.device, work, logging_steps=logging_steps, num_steps=num_steps
         ) as metrics:
             announce(run, checkpoint, data_lines(run.config, parts, batches), metrics)
             price = price_of(run.question, run.plan)
-            if start_step < num_steps_of(batches):
-                metrics.say(show.predicted_line(price, num_steps_of(batches) - start_step))
+            if start_step < num_steps:
+                metrics.say(show.predicted_line(price, num_steps - start_step))
             outcome = _train_in(folder, run, batches, evaluation, checkpoint, facts, metrics, packages)
             if metrics.usual_step_s is not None:
                 metrics.say(show.measured_line(price, metrics.usual_step_s))
