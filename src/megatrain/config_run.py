@@ -15,7 +15,9 @@ LOCK_NAME = ".lock"
 # What a run writes before its first step.
 STARTED = (LOCK_NAME, "config.yaml", "plan.json", "env.json", "metrics.jsonl", "log.txt")
 # All that a run owns in its folder.
-OWN_NAMES = (*STARTED, "trace.jsonl", "checkpoints", "LATEST", "BEST", "model", "report", "tensorboard", "wandb", "trackio")
+OWN_NAMES = (
+    *STARTED, "trace.jsonl", "checkpoints", "LATEST", "BEST", "model", "report", "tensorboard", "wandb", "trackio",
+)  # fmt: skip
 # Facts of a run that are no keys of its config; a resume must find them unchanged.
 FACTS = ("data", "versions")
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
