@@ -7,7 +7,7 @@ import pytest
 
 from megatrain import optim
 from megatrain.optim import native, spec
-from tests.optim.values import ISAS, SPECIAL, same_bits
+from tests.optim.values import ISAS, SPECIAL
 
 # A step that moves nothing: what is left of an update is that it joins the masters and splits them again.
 STILL = optim.scalars(optim.AdamW(learning_rate=0.0), 1, 1.0)
@@ -15,21 +15,17 @@ STILL = optim.scalars(optim.AdamW(learning_rate=0.0), 1, 1.0)
 
 def check_patterns(bits, isa, threads=1):
     """All of contract A6 for these bit patterns: the rule's, and that of the update that joins and splits."""
-    master = bits.view(np.float32)
-    hi, lo = spec.split(master)
+    hi, lo = spec.split(bits.view(np.float32))
     back = spec.join(hi, lo)
-    is_nan = np.isnan(master)
-    assert np.array_equal(back.view(np.uint32)[~is_nan], bits[~is_nan])
-    assert np.isnan(back[is_nan]).all()
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    assert np.array_equal(np.isnan(back), is_nan)
+    assert not ((back.view(np.uint32) != bits) & ~is_nan).any()
     new_hi, new_lo = hi.copy(), lo.copy()
     m, v, grad = (np.zeros(bits.size, np.float32) for _ in range(3))
     optim.update_split(new_hi, new_lo, m, v, grad, STILL, decay=False, threads=threads, isa=isa)
-    same_bits(new_hi[~is_nan], hi[~is_nan])
-    same_bits(new_lo[~is_nan], lo[~is_nan])
+    assert not (((new_hi != hi) | (new_lo != lo)) & ~is_nan).any()
     for halves in (hi, new_hi):
-        compute = (halves.astype(np.uint32) << 16).view(np.float32)
-        assert np.isnan(compute[is_nan]).all()
-        assert not np.isnan(compute[~is_nan]).any()
+        assert np.array_equal((halves & 0x7FFF) > 0x7F80, is_nan)
     return hi, lo
 
 
@@ -85,6 +81,6 @@ def test_special_patterns(isa):
 @pytest.mark.skipif(not native.isas(), reason="needs the C++ core to finish in minutes")
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != native.NUMPY])
 def test_every_pattern_round_trips(isa):
-    chunk = 1 << 24
+    chunk = 1 << 20  # what numpy needs beside it then stays in the cache
     for start in range(0, 1 << 32, chunk):
         check_patterns(np.arange(start, start + chunk, dtype=np.uint32), isa, threads=len(os.sched_getaffinity(0)))
