@@ -104,7 +104,7 @@ def interrupted(executor: Executor, schedule: Schedule, after_s: float) -> bool:
 
     signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, after_s, 3.0)
+        signal.setitimer(signal.ITIMER_REAL, after_s, 10.0)
         executor.run(schedule)
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
