@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatrain.config import RunConfig, resolved
@@ -55,32 +55,41 @@ def question(spec: ModelSpec = SMALL, machine: Machine = H200.machine, **keys: o
     return question_of(spec, resolved(RunConfig(**base), "cuda", 16), machine, H200.rates)
 
 
-def with_memory(asked: Question, hbm_gib: float, ram_gib: float) -> Question:
-    machine = replace(
-        asked.machine, hbm_free_bytes=int(hbm_gib * GIB), ram_available_bytes=int(ram_gib * GIB), disk_free_bytes=GIB**2
-    )
-    return replace(asked, machine=machine)
+def with_memory(asked: Question, hbm_gib: float, ram_gib: float, disk_gib: float = GIB) -> Question:
+    free = {"hbm_free_bytes": hbm_gib, "ram_available_bytes": ram_gib, "disk_free_bytes": disk_gib}
+    return replace(asked, machine=replace(asked.machine, **{field: int(gib * GIB) for field, gib in free.items()}))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     hbm=st.tuples(st.floats(4, 40), st.floats(4, 40)),
-    ram=st.tuples(st.floats(6, 40), st.floats(6, 40)),
+    ram=st.tuples(st.floats(4.5, 9), st.floats(4.5, 9)) | st.tuples(st.floats(6, 40), st.floats(6, 40)),
+    disk=st.tuples(st.floats(0, 12), st.floats(0, 12) | st.just(1000.0)),
     rows=st.sampled_from([2, 8, 24]),
     length=st.sampled_from([1024, 4096]),
     activations=st.sampled_from(["auto", "recompute"]),
 )
-def test_more_memory_never_gives_a_costlier_plan(
-    hbm: tuple[float, float], ram: tuple[float, float], rows: int, length: int, activations: str
+@example(hbm=(6.0, 6.0), ram=(7.5, 8.8), disk=(3.0, 8.0), rows=8, length=4096, activations="auto")  # both on disk
+@example(hbm=(11.0, 40.0), ram=(6.0, 38.0), disk=(0.0, 0.0), rows=24, length=1024, activations="recompute")  # 0.7 %
+def test_more_memory_never_gives_a_costlier_or_slower_plan(
+    hbm: tuple[float, float],
+    ram: tuple[float, float],
+    disk: tuple[float, float],
+    rows: int,
+    length: int,
+    activations: str,
 ) -> None:
+    """A step may be 1 % slower for what it no longer does beside the device: with activations recomputed it is 0.7 %
+    where updates that the host hid are done on the device."""
     asked = question(train_batch_size=rows, max_length=length, activations=activations)
-    less, more = with_memory(asked, min(hbm), min(ram)), with_memory(asked, max(hbm), max(ram))
+    less, more = (with_memory(asked, end(hbm), end(ram), end(disk)) for end in (min, max))
     small, large = search(less), search(more)
     for plan in (small, large):
         validate(plan)
     if memory_table(less, small).overall == "FITS":
         assert memory_table(more, large).overall == "FITS"
         assert cost_s(more, large) <= cost_s(more, small) * (1 + 1e-9)
+        assert predict(asked.work, large).step_s <= predict(asked.work, small).step_s * 1.01
 
 
 @pytest.mark.parametrize("hbm_gib", [5, 8, 16, 60])
