@@ -88,4 +88,4 @@ def test_the_disk_is_busy_as_long_as_it_is_read_or_written_from_the_first_op_on(
     trace = Trace(tuple(rows))
     assert [start_s for _, start_s, _ in trace.timed()] == [4.5, 0.0, 3.5, 1.5]
     assert step.either_s(trace) == 6.5
-    assert step.either_s(None) == 0.0
+    assert step.either_s(Trace(())) == 0.0
