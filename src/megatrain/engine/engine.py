@@ -114,6 +114,7 @@ class Engine:
         self._pending = False
         self._unfinished = False  # a program was begun and did not end
         self._schedules: dict[tuple[Program, int, bool], Schedule] = {}
+        self._last_calls = frozenset[int]()  # of all of them: they are kept, so an id is of one op
 
     def train_step(
         self, micro_batches: Sequence[TokenBatch], num_supervised: int, hyper: optim.AdamW, step: int = 0
@@ -181,7 +182,8 @@ class Engine:
         key = (program, num_micro_batches, self._pending)
         if key not in self._schedules:
             schedule = build(self.plan, program, num_micro_batches, self._pending)
-            self._schedules[key] = one_by_one(schedule) if self._one_by_one else schedule
+            self._schedules[key] = schedule = one_by_one(schedule) if self._one_by_one else schedule
+            self._last_calls |= last_calls(schedule)
         return self._schedules[key]
 
     def _run(self, program: Program, step: Step) -> Trace:
@@ -190,7 +192,7 @@ class Engine:
             raise RuntimeError("the engine stopped in the middle of a program; resume from a checkpoint")
         schedule = self.schedule(program, len(step.micro_batches))
         self._unfinished = True
-        step.last_calls = last_calls(schedule)
+        step.last_calls = self._last_calls
         self._handlers.step = step
         if self._chaos is not None:
             self._chaos.begin(schedule)
