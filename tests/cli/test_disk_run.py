@@ -118,5 +118,5 @@ def test_a_run_that_would_wear_the_drive_beyond_its_allowance_does_not_start(
     assert megatrain("plan", run_config, "--plan", plan, "max_steps=6", "memory.disk_tbw=1GB") in (0, 1)
     shown = capsys.readouterr().out
     assert "TB a day (" in shown
-    assert "of the drive's 0 TB)" in shown
+    assert "of the drive's 1 GB)" in shown
     assert megatrain(*words, "memory.disk_max_written=1GiB") == 0

@@ -97,18 +97,21 @@ class Hangs(BaseException):
 def interrupted(executor: Executor, schedule: Schedule, after_s: float) -> bool:
     """Whether Ctrl-C came in a step, `after_s` behind its start; Hangs if the step then does not end in seconds."""
     alarms: list[object] = []
+    running = True
 
     def ring(*_: object) -> None:
-        alarms.append(None)
-        raise KeyboardInterrupt if len(alarms) == 1 else Hangs
+        if running:  # a lane's thread may take the signal, and the main one hear of it after the timer was stopped
+            alarms.append(None)
+            raise KeyboardInterrupt if len(alarms) == 1 else Hangs
 
     signal.signal(signal.SIGALRM, ring)
     try:
         signal.setitimer(signal.ITIMER_REAL, after_s, 10.0)
         executor.run(schedule)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        running = False
     except KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        running = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
     return bool(alarms)
 
 
