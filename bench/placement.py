@@ -42,7 +42,7 @@ def make_plan(spec: ModelSpec, args: argparse.Namespace, micro_batches: int) -> 
         name, block = segment.name, segment.kind == "block"
         at_home = chosen("resident", name)
         updated = name in names["device_update"]
-        own = at_home or not block or updated or chosen("own_weights", name)
+        own = at_home or not block or chosen("own_weights", name)
         tier = "hbm" if at_home else "disk" if chosen("state_disk", name) else "ram"
         segments.append(
             SegmentPlan(
@@ -64,6 +64,7 @@ def make_plan(spec: ModelSpec, args: argparse.Namespace, micro_batches: int) -> 
         act_slots=2 if names["offload"] else 0,
         clip_mode=args.clip_mode,
         grad_landing_slots=2 if two_pass else 0,
+        state_slots=min(2, len(names["device_update"])),
     )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def plan_of(spec: ModelSpec, args: argparse.Namespace, system: str, micro_batche
 
 def in_words(plan: Plan) -> dict[str, str | int]:
     """The arguments that `make_plan` makes `plan` of."""
-    own = [s for s in plan.blocks if s.weights == "own" and s.state != "hbm" and s.update == "home"]
+    own = [s for s in plan.blocks if s.weights == "own" and s.state != "hbm"]
     found = {
         "resident": [s.name for s in plan.segments if s.state == "hbm"],
         "device_update": [s.name for s in plan.segments if s.streams_state],

@@ -22,7 +22,7 @@ ROOMS = [
 NATIVE = "megatrain._native"  # built from csrc/
 TORCH_FREE = (*ROOMS[: ROOMS.index("models")], "schedule", "planner", "report")
 DISPATCH = PACKAGE / "cli/main.py"  # the one file whose functions import
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SRC_LINES = 400, 60, 24_000
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SRC_LINES = 400, 60, 24_200
 SIDE_EFFECTS = {
     "add",
     "append",

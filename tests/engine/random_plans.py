@@ -37,7 +37,7 @@ def random_plan(dice: random.Random, spec: ModelSpec, num_micro_batches: int) ->
 def mixes_all(plan: Plan) -> bool:
     """Whether state is in all three tiers, and both the device and the CPU update."""
     trained = [segment for segment in plan.segments if segment.trainable]
-    engines = {segment.updates_on_device for segment in trained}
+    engines = {segment.state == "hbm" or segment.streams_state for segment in trained}
     return {segment.state for segment in trained} == {"hbm", "ram", "disk"} and engines == {True, False}
 
 
@@ -76,6 +76,7 @@ def _drawn(dice: random.Random, spec: ModelSpec, num_micro_batches: int) -> Plan
         act_slots=dice.randint(2, 3),
         clip_mode="two-pass" if two_pass else "deferred",
         grad_landing_slots=dice.randint(1, 3) if two_pass else 0,
+        state_slots=dice.randint(1, 3),
     )
 
 
@@ -85,7 +86,7 @@ def _segment(
     trainable = any(tensor.trainable for tensor in segment.tensors)
     home = dice.choice(homes)
     streamed = home == "ram" and not two_pass and trainable and dice.random() < 0.3
-    own = segment.kind != "block" or home == "hbm" or streamed
+    own = segment.kind != "block" or home == "hbm"
     return SegmentPlan(
         segment.name,
         segment.kind,

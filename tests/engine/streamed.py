@@ -57,7 +57,7 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
     def segment(name: str, kind: str, trainable: bool) -> SegmentPlan:
         at_home = name in placement.resident
         streamed = name in placement.streamed
-        own = at_home or streamed or kind != "block" or name in placement.own
+        own = at_home or kind != "block" or name in placement.own
         activations = "recompute"
         if kind == "block":
             activations = "keep" if placement.keep else "offload" if placement.offload else "recompute"
@@ -67,7 +67,9 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         if own:
             shares = placement.two_pass and at_home and kind == "block" and name not in placement.own
             grads = "pool" if shares else "own"
-            plan = replace(plan, weights="own", grads=grads, update="device" if streamed else "home")
+            plan = replace(plan, weights="own", grads=grads)
+        if streamed:
+            plan = replace(plan, update="device")
         if name in placement.weights_on_disk:
             plan = replace(plan, weights_home="disk")
         if name in placement.state_on_disk and trainable:
@@ -86,6 +88,7 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         placement.act_slots,
         "two-pass" if placement.two_pass else "deferred",
         2 if placement.two_pass else 0,
+        2 if placement.streamed else 0,
     )
 
 

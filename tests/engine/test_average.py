@@ -133,8 +133,8 @@ def test_the_planner_counts_what_store_and_engine_make(tmp_path, precision, comp
     layouts = {segment.name: layout_of(segment, ("ema",)) for segment in spec.segments}
     shapes = sizes.Shapes(spec, layouts, compute_bytes, 8, 8, compiled=False)
     slots = sizes.slot_bytes(spec, plan, layouts, compute_bytes, 8)
-    assert slots["s.L000.ema"] == 4 * layouts["L000"].num_trainable
-    assert sum(size for name, size in slots.items() if name.startswith("s.L000")) == sizes.state_bytes(shapes, "L000")
+    assert slots["s.1.ema"] == 4 * layouts["L000"].num_trainable
+    assert sum(size for name, size in slots.items() if name.startswith("s.1.")) == sizes.state_bytes(shapes, "L000")
     store = SegmentStore(list(layouts.values()), precision, plan, torch.device("cpu"), tmp_path)
     held = store.num_bytes()
     rows = {row.component: row.num_bytes for row in account.home_rows(Ledger(Entries(shapes), plan))}

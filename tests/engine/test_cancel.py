@@ -15,11 +15,13 @@ import torch
 from megatrain.engine.executor import Executor
 from megatrain.engine.lanes import lane_devices
 from megatrain.schedule import Kind, Lane, Op, Plan, Schedule
-from tests.schedule.plans import DEVICE, DISK, DISK_STATE, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, DISK, DISK_STATE, OWN_DEVICE, RESIDENT, STREAMED, plan_of, runs_of
 
 PLANS = {
     "tied, frozen between": plan_of([STREAMED] * 3, tied=True, frozen=["L001"]),
-    "three homes, two rounds": plan_of([STREAMED, DEVICE, RESIDENT], embed=DEVICE, tied=True, round_micro_batches=1),
+    "three homes, two rounds": plan_of(
+        [STREAMED, DEVICE, RESIDENT], embed=OWN_DEVICE, tied=True, round_micro_batches=1
+    ),
     "on disk, inputs in RAM": plan_of(
         [{**STREAMED, **DISK}, STREAMED, STREAMED], offload=["L000", "L001", "L002"], disk_slots=1
     ),

@@ -196,9 +196,9 @@ def test_last_reads_are_those_before_an_overwrite_or_the_end():
 
 
 def test_a_state_slot_is_read_for_the_last_time_when_it_is_stored():
-    slot, home = Place("s", "L000"), Place("ram.state", "L000")
+    slot, home = Place("s", 0), Place("ram.state", "L000")
     update = Op(Kind.UPDATE, "L000", None, Lane.COMPUTE, (G0, slot, W0), (slot, W0))
-    store = Op(Kind.STORE, "L000", None, Lane.D2H, (slot, W0), (home,))
+    store = Op(Kind.STORE_STATE, "L000", None, Lane.D2H, (slot,), (home,))
     fetch = Op(Kind.FETCH_STATE, "L000", None, Lane.H2D, (home,), (slot,))
     assert last_reads((update, store, fetch)) == {id(store): (slot,)}
 

@@ -55,6 +55,7 @@ def test_the_plan_counts_what_is_taken(
     counted_device_bytes = (
         ledger.total_bytes("own")
         + sum(ledger.pool_bytes())
+        + ledger.passing_bytes()
         + ledger.tied_gradient_bytes()
         + ledger.boundary_bytes()
         + ledger.kept_attention_bytes()

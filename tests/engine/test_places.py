@@ -21,15 +21,19 @@ STREAMED = frozenset({"EMBED", "L000"})
 
 
 @pytest.mark.parametrize(("precision", "compute_bytes"), [("bf16", 2), ("fp32", 4)])
-def test_a_state_slot_is_what_the_planner_counts_and_the_gradient_has_no_home(precision, compute_bytes):
+def test_state_slots_hold_the_largest_that_passes_and_gradients_have_a_home(precision, compute_bytes):
     plan = make_plan(SPEC, Placement(streamed=STREAMED))
     table = sizes.slot_bytes(SPEC, plan, LAYOUTS, compute_bytes, 8)
     shapes = sizes.Shapes(SPEC, LAYOUTS, compute_bytes, 8, 8, compiled=False)
     for segment in plan.segments:
         own = sum(size for name, size in table.items() if segment.name in name.split("."))
         assert own == sizes.segment_hbm_bytes(shapes, segment), segment.name
+    slots = [sum(size for name, size in table.items() if name.startswith(f"s.{k}.")) for k in range(3)]
+    largest = max(sizes.state_bytes(shapes, name) for name in STREAMED)
+    assert slots == [largest, largest, 0]
+    assert Ledger(Entries(shapes), plan).passing_bytes() == sum(slots)
     store = SegmentStore(list(LAYOUTS.values()), precision, plan, torch.device("cpu"))
-    assert {s.name for s in plan.segments if "grad" not in store.kinds(s.name)} == STREAMED
+    assert all("grad" in store.kinds(s.name) for s in plan.segments)
     rows = {row.component: row.num_bytes for row in account.home_rows(Ledger(Entries(shapes), plan))}
     kinds = store.num_bytes()["ram"]
     assert rows["gradients"] == kinds["grad"]
@@ -43,9 +47,9 @@ def test_state_at_home_and_in_its_slot_are_two_memories_of_one_form(precision, k
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     store = SegmentStore(list(LAYOUTS.values()), precision, plan, torch.device("cpu"))
     places = Places(SPEC, plan, store, torch.device("cpu"), dtype, 8)
-    home, slot = (places.state(Place(pool, "L000"), "L000") for pool in ("ram.state", "s"))
+    home, slot = (places.state(place, "L000") for place in (Place("ram.state", "L000"), Place("s", 1)))
     assert list(home) == list(slot) == kinds
-    places.poison(Place("s", "L000"))
+    places.poison(Place("s", 1))
     for kind in kinds:
         assert (home[kind].dtype, home[kind].shape) == (slot[kind].dtype, slot[kind].shape)
         assert slot[kind].view(torch.uint8).eq(0xFF).all()

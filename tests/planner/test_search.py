@@ -310,7 +310,7 @@ def test_the_floor_counts_no_way_home_of_a_gradient_that_is_used_up_on_the_devic
     asked = question(train_batch_size=2, clip_mode="two-pass")
     asked = replace(asked, work=replace(asked.work, rates=slow_link))
     plan = _with_residents(_in_passes(_streamed(asked, 1, "recompute"), "two-pass"), 11)
-    drained = [block for block in plan.blocks if not block.updates_on_device]
+    drained = [block for block in plan.blocks if block.state != "hbm"]
     assert (len(plan.blocks), len(drained)) == (10, 1)
     assert Floor(asked)(plan) <= cost_s(asked, plan)
 

@@ -12,7 +12,8 @@ STREAMED = {"weights": "pool", "grads": "pool", "state": "ram"}
 RESIDENT = {"weights": "own", "grads": "own", "state": "hbm"}
 RESIDENT_POOLED = {**RESIDENT, "grads": "pool"}  # in two passes
 OWN_RAM = {"weights": "own", "grads": "own", "state": "ram"}
-DEVICE = {**OWN_RAM, "update": "device"}
+DEVICE = {**STREAMED, "update": "device"}
+OWN_DEVICE = {**OWN_RAM, "update": "device"}
 DISK_STATE = {"state": "disk"}  # beside weights and grads
 DISK_WEIGHTS = {"weights_home": "disk"}
 DISK = {**DISK_STATE, **DISK_WEIGHTS}
@@ -34,6 +35,7 @@ def plan_of(
     disk_slots: int = 2,
     act_slots: int = 2,
     two_pass: bool = False,
+    state_slots: int = 2,
 ) -> Plan:
     """A plan from the homes of its segments. A frozen one has no state to keep on disk."""
     placed = [("EMBED", "embed", embed)]
@@ -52,6 +54,7 @@ def plan_of(
     )
     return Plan(segments, tied, slots, grad_slots, round_micro_batches, disk_slots=disk_slots, act_slots=act_slots,
         clip_mode="two-pass" if two_pass else "deferred", grad_landing_slots=grad_slots if two_pass else 0,
+        state_slots=state_slots,
     )  # fmt: skip
 
 
@@ -72,12 +75,13 @@ def plans(draw: st.DrawFn) -> Plan:
     homes = [{"weights": w, "grads": g, "state": "ram"} for w in ("pool", "own") for g in ("pool", "own")]
     homes += [{**home, **disk} for home in homes for disk in (DISK_STATE, DISK_WEIGHTS, DISK)]
     two_pass = draw(st.booleans()) and draw(st.booleans())
-    homes += [RESIDENT, RESIDENT_POOLED] if two_pass else [RESIDENT, DEVICE]
+    passing = [DEVICE, OWN_DEVICE, {**OWN_DEVICE, "weights": "pool"}]
+    homes += [RESIDENT, RESIDENT_POOLED] if two_pass else [RESIDENT, *passing]
     blocks = draw(st.lists(st.sampled_from(homes), min_size=num_blocks, max_size=num_blocks))
     ends = [
         OWN_RAM,
         RESIDENT,
-        RESIDENT if two_pass else DEVICE,
+        RESIDENT if two_pass else OWN_DEVICE,
         *({**OWN_RAM, **disk} for disk in (DISK_STATE, DISK_WEIGHTS, DISK)),
     ]
     names = ["EMBED", *(f"L{i:03d}" for i in range(num_blocks)), "HEAD"]
@@ -97,6 +101,7 @@ def plans(draw: st.DrawFn) -> Plan:
         two_pass=two_pass,
         disk_slots=draw(st.integers(1, 3)),
         act_slots=draw(st.integers(2, 3)),
+        state_slots=draw(st.integers(1, 3)),
     )
 
 

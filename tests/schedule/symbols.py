@@ -112,8 +112,7 @@ def homes_only(plan: Plan, memory: Memory, program: Program) -> Memory:
     """What is left of memory when `program` is over."""
     in_hbm = {s.name for s in plan.segments if s.state == "hbm"}
     landed = set()
-    if program == "train":  # what the pending update needs, or what is not on disk yet
-        in_hbm |= {s.name for s in plan.segments if s.update == "device"}
+    if program == "train":  # what is not on disk yet
         landed = {Place("land.state", slot) for _, slot in plan.spilled_late}
     return {
         place: term
@@ -121,7 +120,7 @@ def homes_only(plan: Plan, memory: Memory, program: Program) -> Memory:
         if place == CELL
         or place in landed
         or place.pool in ("ram.w", "ram.state", "ram.grad", "hbm.state", "disk.w", "disk.state")
-        or (place.pool in ("w", "g", "s") and place.key in in_hbm)
+        or (place.pool in ("w", "g") and place.key in in_hbm)
     }
 
 
@@ -156,9 +155,11 @@ def execute(op: Op, memory: Memory, terms: Terms) -> list[int]:
             | Kind.LOAD_STATE
             | Kind.OFFLOAD
             | Kind.RELOAD
+            | Kind.STORE
+            | Kind.STORE_STATE
         ):
             return read[:1]
-        case Kind.STORE | Kind.SPILL:
+        case Kind.SPILL:
             return read[:2]
         case Kind.ZERO:
             return [terms("zero")]

@@ -32,6 +32,7 @@ from tests.schedule.plans import (
     DEVICE,
     DISK,
     DISK_STATE,
+    OWN_DEVICE,
     OWN_RAM,
     RESIDENT,
     RESIDENT_POOLED,
@@ -127,37 +128,43 @@ def test_updates_are_the_prologue_of_whatever_comes_next() -> None:
 
 def lines(schedule: Schedule, segment: str) -> list[str]:
     """Kind and lane of the ops of a segment whose order is about its update."""
-    kinds = (Kind.FETCH, Kind.FETCH_STATE, Kind.DRAIN, Kind.UPDATE, Kind.STORE, Kind.SAVE)
+    kinds = (Kind.FETCH, Kind.FETCH_STATE, Kind.FETCH_GRAD, Kind.DRAIN, Kind.UPDATE, Kind.STORE, Kind.SAVE)
+    kinds += (Kind.STORE_STATE,)
     return [f"{op.kind} @{op.lane}" for op in schedule if op.segment == segment and op.kind in kinds]
 
 
-def test_state_comes_to_the_device_for_its_update_and_goes_home_after_it() -> None:
-    plan = plan_of([STREAMED, DEVICE], embed=DEVICE, round_micro_batches=1)
-    applied = ["UPDATE @compute", "STORE @d2h"]
-    fetched = ["FETCH @h2d"]
+def test_state_passes_through_the_device_in_a_step_and_stays_at_home_in_all_else() -> None:
+    plan = plan_of([STREAMED, DEVICE, STREAMED, STREAMED], embed=OWN_DEVICE)
+    passes = ["FETCH @h2d", "FETCH_STATE @h2d", "FETCH_GRAD @h2d", "UPDATE @compute", "STORE @d2h", "STORE_STATE @d2h"]
     for segment in ("EMBED", "L001"):
-        assert lines(build(plan, "train", 3, False), segment) == [*fetched, "FETCH_STATE @h2d"]
-        assert lines(build(plan, "train", 3, True), segment) == [*applied, "FETCH_STATE @h2d"]
-        assert lines(build(plan, "eval", 3, True), segment) == applied
-        assert lines(build(plan, "eval", 3, False), segment) == fetched
-        assert lines(build(plan, "flush", 0, True), segment) == applied
-        assert lines(build(plan, "save", 0, True), segment) == [*applied, "SAVE @disk"]
+        again = ["FETCH @h2d"] * (segment == "L001")  # in the backward pass: two of four are still in their slots
+        assert lines(build(plan, "train", 3, False), segment) == ["FETCH @h2d", *again, "DRAIN @d2h"]
+        assert lines(build(plan, "train", 3, True), segment) == [*passes, *again, "DRAIN @d2h"]
+        assert lines(build(plan, "eval", 3, True), segment) == ["UPDATE @host", "FETCH @h2d"]
+        assert lines(build(plan, "eval", 3, False), segment) == ["FETCH @h2d"]
+        assert lines(build(plan, "flush", 0, True), segment) == ["UPDATE @host"]
+        assert lines(build(plan, "save", 0, True), segment) == ["UPDATE @host", "SAVE @disk"]
     frozen = build(plan_of([STREAMED, DEVICE], frozen=["L001"]), "train", 1, True)
-    assert lines(frozen, "L001") == fetched
+    assert lines(frozen, "L001") == ["FETCH @h2d"]
 
 
-def test_state_is_stored_behind_the_first_drain_and_fetched_halfway_through_the_last_backward() -> None:
-    plan = plan_of([STREAMED] * 6, embed=DEVICE, round_micro_batches=1)
-    schedule = build(plan, "train", 3, True)
-    h2d = [op for op in schedule if op.lane is Lane.H2D]
-    (at,) = [i for i, op in enumerate(h2d) if op.kind is Kind.FETCH_STATE]
-    assert (h2d[at - 1].segment, h2d[at + 1].segment) == ("L001", "L000")  # weights that two slots let come earlier
-    state = next(i for i, op in enumerate(schedule) if op.kind is Kind.FETCH_STATE)
-    late = [op for op in schedule[state:] if op.kind is Kind.BACKWARD]
-    assert {op.micro_batch for op in late} == {2}
-    assert len(late) == 3
-    d2h = [op.kind for op in schedule if op.lane is Lane.D2H]
-    assert d2h[:2] == [Kind.DRAIN, Kind.STORE]
+def test_states_that_pass_take_their_slots_in_turn() -> None:
+    """Each is fetched a visit after the update before it in its slots, and its weights are updated where they are."""
+    plan = plan_of([DEVICE] * 5, slots=2, grad_slots=3, state_slots=2)
+    schedule = build(plan, "train", 1, True)
+    updates = [op for op in schedule if op.kind is Kind.UPDATE and op.lane is Lane.COMPUTE]
+    assert [op.segment for op in updates] == ["L000", "L001", "L002", "L003", "L004"]
+    assert [str(op.reads[2]) for op in updates] == ["s.0", "s.1", "s.0", "s.1", "s.0"]
+    assert [str(op.reads[0]) for op in updates] == ["g.0", "g.1", "g.2", "g.0", "g.1"]
+    forwards = {op.segment: op for op in schedule if op.kind is Kind.FORWARD}
+    assert [op.reads[3] for op in updates] == [forwards[op.segment].reads[0] for op in updates]
+    listed = [(op.kind, op.segment) for op in schedule]
+    for segment, behind in (("L002", "L001"), ("L003", "L002"), ("L004", "L003")):
+        between = listed[listed.index((Kind.FORWARD, behind)) : listed.index((Kind.FETCH_STATE, segment))]
+        assert {kind for kind, _ in between} <= {Kind.FORWARD, Kind.FETCH}
+    early = listed[: listed.index((Kind.EMBED, "EMBED"))]
+    assert (Kind.FETCH_STATE, "L001") in early
+    assert (Kind.FETCH_STATE, "L002") not in early
 
 
 def test_save_reads_homes_on_the_disk_lane() -> None:
@@ -269,7 +276,7 @@ def test_a_wholly_frozen_model_can_be_evaluated_but_not_trained() -> None:
     ("name", "plan", "num"),
     [
         ("streamed", plan_of([STREAMED] * 3), 2),
-        ("state_streamed", plan_of([DEVICE, STREAMED, STREAMED], embed=DEVICE), 1),
+        ("state_streamed", plan_of([DEVICE, STREAMED, STREAMED], embed=OWN_DEVICE), 1),
         ("disk", plan_of([STREAMED, {**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], head={**OWN_RAM, **DISK}), 1),
         ("tied_two_rounds", plan_of([STREAMED] * 3, tied=True, embed=RESIDENT, round_micro_batches=1), 2),
         ("offload", plan_of([STREAMED] * 4, offload=["L000", "L001", "L002", "L003"]), 1),

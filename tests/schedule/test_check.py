@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.schedule import Kind, Lane, Place, Plan, Program, Run, ScheduleError, build, check, parse
 from megatrain.schedule.waits import with_waits
-from tests.schedule.plans import DEVICE, DISK, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, DISK, OWN_DEVICE, RESIDENT, STREAMED, plan_of, runs_of
 
 PLAN = plan_of([STREAMED, RESIDENT, STREAMED], round_micro_batches=1)
 
@@ -34,7 +34,8 @@ def changed(run: Run, index: int, **fields: object) -> Run:
     ],
 )
 def test_sequences_pass(programs: list[Program]) -> None:
-    resident, device = plan_of([RESIDENT] * 2, embed=RESIDENT, head=RESIDENT), plan_of([DEVICE, STREAMED], embed=DEVICE)
+    resident = plan_of([RESIDENT] * 2, embed=RESIDENT, head=RESIDENT)
+    device = plan_of([DEVICE, STREAMED, DEVICE], embed=OWN_DEVICE, state_slots=1)
     disk = plan_of([{**STREAMED, **DISK}, STREAMED], disk_slots=1)
     for plan in (PLAN, plan_of(tied=True, slots=3), resident, device, disk):
         check(runs_of(plan, programs), plan)
@@ -125,8 +126,8 @@ def test_work_in_vain_is_found() -> None:
         ("DRAIN L001 @d2h r:g.L001 w:ram.grad.L001", "the gradient of L001 never leaves HBM"),
         ("FETCH_STATE L000 @h2d r:ram.state.L000 w:s.L000", "the state of L000 never leaves its home"),
         ("FETCH_STATE L002 @h2d r:ram.state.L002 w:s.L002", "L002 is frozen"),
-        ("STORE L000 @d2h r:s.L000,w.L000 w:ram.state.L000,ram.w.L000", "L000 is updated in its home"),
-        ("DRAIN HEAD @d2h r:g.HEAD w:ram.grad.HEAD", "the gradient of HEAD never leaves HBM"),
+        ("STORE L000 @d2h r:w.0 w:ram.w.L000", "L000 is updated in its home"),
+        ("STORE_STATE L000 @d2h r:s.0 w:ram.state.L000", "the state of L000 never leaves its home"),
         ("ZERO L002 @compute w:g.0", "L002 is frozen"),
         ("UPDATE L002 @host r:ram.grad.L002,cell,ram.state.L002,ram.w.L002 w:ram.state.L002,ram.w.L002", "is frozen"),
         ("NORM L000 m0 @compute r:g.0 w:norm.L000", "NORM is for all of them"),
@@ -138,7 +139,7 @@ def test_work_in_vain_is_found() -> None:
     ],
 )
 def test_ops_that_mean_nothing_here_are_found(line: str, complaint: str) -> None:
-    plan = plan_of([STREAMED, RESIDENT, STREAMED], head=DEVICE, frozen=["L002"])
+    plan = plan_of([STREAMED, RESIDENT, STREAMED], head=OWN_DEVICE, frozen=["L002"])
     run = runs_of(plan, ["train"], 1)[0]
     assert complaint in refusal([run._replace(schedule=(*run.schedule, *parse(line)))], plan)
 
@@ -163,25 +164,39 @@ def test_what_is_in_slots_does_not_outlive_a_program() -> None:
     assert "reads w.0 which holds nothing, wants weights of L000 after step 0" in text
 
 
-def test_a_state_slot_is_given_up_when_its_content_is_stored() -> None:
-    """Its memory may serve something else until the next FETCH_STATE: none is spared, though the bits are still there.
-    And a slot holds weights and state over the end of a program only for a pending update."""
-    plan = plan_of([DEVICE, STREAMED])
-    runs = runs_of(plan, ["train", "train", "train"])
-    thrifty = [op for op in runs[1].schedule if op.kind is not Kind.FETCH_STATE]
-    text = refusal([runs[0], runs[1]._replace(schedule=with_waits(thrifty))], plan)
-    assert "s.L000 is left with nothing, must be left with state of L000 after step 1" in text
-    flushed = runs_of(plan, ["train", "flush", "eval"])
-    bold = [op for op in flushed[2].schedule if (op.kind, op.segment) != (Kind.FETCH, "L000")]
-    text = refusal([*flushed[:2], flushed[2]._replace(schedule=with_waits(bold))], plan)
-    assert "reads w.L000 which holds nothing" in text
+PASSING = plan_of([DEVICE, STREAMED, DEVICE])
 
 
-def test_a_state_that_is_not_stored_before_it_is_saved_is_found() -> None:
-    plan = plan_of([DEVICE, STREAMED])
-    runs = runs_of(plan, ["train", "save"])
-    ops = list(runs[1].schedule)
-    store = next(op for op in ops if op.kind is Kind.STORE)
-    late = with_waits([*(op for op in ops if op != store), store])
-    text = refusal([runs[0], runs[1]._replace(schedule=late)], plan)
-    assert "reads ram.w.L000 which holds weights of L000 after step 0, wants weights of L000 after step 1" in text
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        (Kind.FETCH_STATE, "reads s.0 which holds nothing, wants state of L000 after step 0"),
+        (Kind.FETCH_GRAD, "reads g.0 which holds nothing, wants gradient of L000, step 1"),
+        (Kind.UPDATE, "reads w.0 which holds weights of L000 after step 0, wants weights of L000 after step 1"),
+        (Kind.STORE, "reads w.0 which holds weights of L000 after step 0, wants weights of L000 after step 1"),
+    ],
+)
+def test_what_a_passing_update_cannot_do_without_is_missed(kind: Kind, complaint: str) -> None:
+    first, second = runs_of(PASSING, ["train", "train"])
+    check([first, second], PASSING)
+    ops = [op for op in second.schedule if (op.kind, op.segment) != (kind, "L000")]
+    assert complaint in refusal([first, second._replace(schedule=with_waits(ops))], PASSING)
+
+
+def test_a_passing_state_that_is_not_stored_in_the_end_is_missed() -> None:
+    first, second = runs_of(PASSING, ["train", "train"])
+    ops = [op for op in second.schedule if (op.kind, op.segment) != (Kind.STORE_STATE, "L002")]
+    text = refusal([first, second._replace(schedule=with_waits(ops))], PASSING)
+    assert "ram.state.L002 is left with state of L002 after step 0, must be left with" in text
+
+
+def test_a_state_passes_in_a_step_alone() -> None:
+    """Every other program updates where the state lives."""
+    step = runs_of(PASSING, ["train", "train"])[1].schedule
+    (fetch,) = (op for op in step if (op.kind, op.segment) == (Kind.FETCH_STATE, "L000"))
+    programs: list[Program] = ["flush", "save", "eval"]
+    for program in programs:
+        first, second = runs_of(PASSING, ["train", program])
+        check([first, second], PASSING)
+        moved = second._replace(schedule=with_waits([fetch, *second.schedule]))
+        assert f"FETCH_STATE has no place in {program}" in refusal([first, moved], PASSING)

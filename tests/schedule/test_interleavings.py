@@ -11,6 +11,7 @@ from tests.schedule.plans import (
     DEVICE,
     DISK,
     DISK_STATE,
+    OWN_DEVICE,
     OWN_RAM,
     RESIDENT,
     RESIDENT_POOLED,
@@ -25,8 +26,8 @@ TINY = {
     "one gradient slot, two rounds": plan_of([STREAMED] * 2, grad_slots=1, round_micro_batches=1),
     "tied, mixed, kept": plan_of([STREAMED, RESIDENT, STREAMED], embed=RESIDENT, tied=True, keep=["L002"]),
     "tied in ram, two rounds": plan_of([STREAMED, OWN_RAM], tied=True, round_micro_batches=1),
-    "state streamed": plan_of([STREAMED, DEVICE], embed=DEVICE, tied=True, slots=1),
-    "state streamed, two rounds": plan_of([DEVICE, STREAMED], head=DEVICE, round_micro_batches=1),
+    "state streamed": plan_of([STREAMED, OWN_DEVICE], embed=OWN_DEVICE, tied=True, slots=1),
+    "state streamed, two rounds": plan_of([DEVICE, STREAMED], head=OWN_DEVICE, round_micro_batches=1),
     "on disk": plan_of([{**STREAMED, **DISK}, STREAMED], frozen=["EMBED"], head={**OWN_RAM, **DISK}),
     "on disk, one landing slot": plan_of(
         [{**STREAMED, **DISK_STATE}, {**STREAMED, **DISK}], frozen=["EMBED"], head=RESIDENT, disk_slots=1

@@ -13,6 +13,7 @@ from tests.schedule.plans import (
     DISK,
     DISK_STATE,
     DISK_WEIGHTS,
+    OWN_DEVICE,
     OWN_RAM,
     RESIDENT,
     RESIDENT_POOLED,
@@ -35,9 +36,9 @@ PLANS = {
     "mixed homes": plan_of(MIXED, head=RESIDENT, keep=["L001", "L002"]),
     "mixed homes, tied, two rounds": plan_of(MIXED, tied=True, round_micro_batches=1, slots=3),
     "all in hbm": plan_of([RESIDENT] * 4, embed=RESIDENT, head=RESIDENT, slots=0, grad_slots=0),
-    "state streamed": plan_of([DEVICE, STREAMED, STREAMED], embed=DEVICE, head=DEVICE),
+    "state streamed": plan_of([DEVICE, STREAMED, STREAMED], embed=OWN_DEVICE, head=OWN_DEVICE),
     "state streamed, tied, two rounds": plan_of(
-        [DEVICE, DEVICE, STREAMED, RESIDENT], embed=DEVICE, tied=True, round_micro_batches=1, keep=["L001"]
+        [DEVICE, DEVICE, STREAMED, RESIDENT], embed=OWN_DEVICE, tied=True, round_micro_batches=1, keep=["L001"]
     ),
     "inputs offloaded, two rounds": plan_of(
         [STREAMED, RESIDENT, STREAMED, STREAMED],
@@ -64,7 +65,7 @@ PLANS = {
         [STREAMED, RESIDENT, STREAMED], offload=["L000", "L001", "L002"], frozen=["EMBED"], tied=True, two_pass=True
     ),
     "frozen here and there": plan_of(frozen=["EMBED", "L000", "L002"], keep=["L000", "L002"], round_micro_batches=1),
-    "frozen, else streamed": plan_of([DEVICE, DEVICE], embed=DEVICE, frozen=["EMBED", "L001"], slots=0),
+    "frozen, else streamed": plan_of([OWN_DEVICE] * 2, embed=OWN_DEVICE, frozen=["EMBED", "L001"], slots=0),
     "frozen but tied embedding": plan_of(frozen=["HEAD", "L001"], tied=True),
     "only the head": plan_of(frozen=["EMBED", "L000", "L001", "L002", "L003"], tied=True),
 }

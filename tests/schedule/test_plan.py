@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.errors import PlanError
 from megatrain.schedule import Plan, SegmentPlan, validate
-from tests.schedule.plans import DEVICE, DISK_STATE, DISK_WEIGHTS, OWN_RAM, RESIDENT, STREAMED, plan_of
+from tests.schedule.plans import DEVICE, DISK_STATE, DISK_WEIGHTS, OWN_DEVICE, OWN_RAM, RESIDENT, STREAMED, plan_of
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,9 @@ from tests.schedule.plans import DEVICE, DISK_STATE, DISK_WEIGHTS, OWN_RAM, RESI
         (plan_of(head={**OWN_RAM, "grads": "pool"}), "HEAD has grads 'pool'; head segments need grads 'own'"),
         (plan_of([{**RESIDENT, "weights": "pool"}]), "L000 has weights 'pool'; segments with state 'hbm'"),
         (plan_of([{**RESIDENT, "grads": "pool"}]), "L000 has grads 'pool'; segments with state 'hbm'"),
-        (plan_of([{**DEVICE, "weights": "pool"}]), "L000 has weights 'pool'; segments with update 'device'"),
-        (plan_of([{**DEVICE, "grads": "pool"}]), "L000 has grads 'pool'; segments with update 'device'"),
+        (plan_of([DEVICE], state_slots=0), "state_slots is 0, but some segments have update 'device'; use at least 1"),
+        (plan_of([STREAMED] * 2, state_slots=5), "state_slots is 5; use 0 to 4, one a segment"),
+        (plan_of([DEVICE, STREAMED], two_pass=True), "L000 has update 'device', which two passes do not know"),
         (plan_of([{**DEVICE, "state": "hbm"}]), "L000 has state 'hbm' and update 'device'"),
         (plan_of([{**STREAMED, **DISK_STATE}], disk_slots=0), "disk_slots is 0, but some segments live on disk"),
         (plan_of([{**STREAMED, **DISK_WEIGHTS}], frozen=["L000"], disk_slots=0), "disk_slots is 0"),
@@ -73,7 +74,8 @@ def test_slots_that_nothing_uses_are_no_less_than_none_and_no_more_than_segments
 def test_accepted() -> None:
     validate(plan_of([STREAMED], slots=1))
     validate(plan_of([RESIDENT] * 2, slots=0, grad_slots=0))
-    validate(plan_of([DEVICE] * 2, embed=DEVICE, head=DEVICE, slots=0, grad_slots=0))
+    validate(plan_of([OWN_DEVICE] * 2, embed=OWN_DEVICE, head=OWN_DEVICE, slots=0, grad_slots=0, state_slots=1))
+    validate(plan_of([DEVICE], state_slots=1))
     validate(plan_of([{**RESIDENT, "grads": "pool"}], frozen=["L000"], slots=0, grad_slots=0))
 
 

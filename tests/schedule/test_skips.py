@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from megatrain.schedule import Plan, Program
-from tests.schedule.plans import DEVICE, RESIDENT, STREAMED, plan_of, runs_of
+from tests.schedule.plans import DEVICE, OWN_DEVICE, RESIDENT, STREAMED, plan_of, runs_of
 from tests.schedule.symbols import Terms, explore, homes_only, reference, results_of, start
 
 PLANS = {
@@ -20,7 +20,7 @@ PLANS = {
     "the same, kept, embedding at home": plan_of(
         [STREAMED] * 3, tied=True, frozen=["L001"], embed=RESIDENT, keep=["L000", "L002"]
     ),
-    "tied, state streamed": plan_of([STREAMED, DEVICE, STREAMED], embed=DEVICE, head=DEVICE, tied=True),
+    "tied, state streamed": plan_of([STREAMED, DEVICE, STREAMED], embed=OWN_DEVICE, head=OWN_DEVICE, tied=True),
     "frozen up to a block in hbm": plan_of([STREAMED, RESIDENT, STREAMED], frozen=["EMBED", "L000"], tied=True),
 }
 SEQUENCES: dict[str, list[Program]] = {

@@ -215,7 +215,7 @@ def test_disk_homes_without_a_folder_and_foreign_layouts_are_refused():
         SegmentStore(layouts, "bf16", plan, CPU)
 
 
-@pytest.mark.parametrize(("update", "travels"), [("home", ("w", "grad")), ("device", ("w", "lo", "m", "v"))])
+@pytest.mark.parametrize(("update", "travels"), [("home", ("w", "grad")), ("device", ("w", "lo", "m", "v", "grad"))])
 def test_only_what_travels_is_pinned_and_close_unpins(
     monkeypatch: pytest.MonkeyPatch, update: str, travels: tuple[str, ...]
 ):

@@ -103,8 +103,8 @@ class Handlers:
         self.scalars = Scalars()
         self.block_index = {segment.name: i for i, segment in enumerate(template.spec.blocks)}
         self.table: dict[Kind, Callable[[Op], None]] = {
-            Kind.FETCH: self.fetch,
-            Kind.FETCH_STATE: self.fetch_state,
+            Kind.FETCH: self.move_weights,
+            Kind.FETCH_STATE: self.move_state,
             Kind.FETCH_GRAD: self.fetch_grad,
             Kind.ZERO: self.zero,
             Kind.EMBED: self.embed,
@@ -120,7 +120,8 @@ class Handlers:
             Kind.DRAIN: self.drain,
             Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
-            Kind.STORE: self.store_back,
+            Kind.STORE: self.move_weights,
+            Kind.STORE_STATE: self.move_state,
             Kind.LOAD: self.load,
             Kind.LOAD_STATE: self.load,
             Kind.SPILL: self.spill,
@@ -128,7 +129,7 @@ class Handlers:
         }
 
     # --- travel ------------------------------------------------------------------------------------------------
-    def fetch(self, op: Op) -> None:
+    def move_weights(self, op: Op) -> None:
         copy_in_pieces(self.places.flat(op.writes[0], op.segment), self.places.flat(op.reads[0], op.segment))
 
     def load(self, op: Op) -> None:
@@ -140,14 +141,7 @@ class Handlers:
         self._changed.discard(op.segment)
         self.store.spill(op.segment, self.places.landing_slots(op.reads))
 
-    def fetch_state(self, op: Op) -> None:
-        self._copy_state(op)
-
-    def store_back(self, op: Op) -> None:
-        self._copy_state(op)
-        copy_in_pieces(self.store.flat(op.segment, "w"), self.places.flat(op.reads[1], op.segment))
-
-    def _copy_state(self, op: Op) -> None:
+    def move_state(self, op: Op) -> None:
         source = self.places.state(op.reads[0], op.segment)
         for kind, target in self.places.state(op.writes[0], op.segment).items():
             copy_in_pieces(target, source[kind])

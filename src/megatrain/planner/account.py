@@ -71,6 +71,7 @@ def memory_table(question: Question, plan: Plan) -> MemoryTable:
         MemoryRow("homes of resident blocks", device_tier, ledger.total_bytes("own") - ends),
         MemoryRow("shared weight slots", device_tier, weight_pool),
         MemoryRow("shared gradient slots", device_tier, grad_pool),
+        MemoryRow("shared state slots", device_tier, ledger.passing_bytes()),
         MemoryRow("second gradient of the tied embedding", device_tier, ledger.tied_gradient_bytes()),
         MemoryRow("boundary activations of a round", device_tier, ledger.boundary_bytes()),
         MemoryRow("kept activations of a round", device_tier, ledger.kept_bytes()),

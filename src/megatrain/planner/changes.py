@@ -12,6 +12,7 @@ Change = tuple[tuple[str, str], ...]
 Filling = Sequence[tuple[int, Change]]  # (index of a segment, what changes), in the order in which they get the memory
 RESIDENT: Change = (("state", "hbm"), ("weights", "own"), ("grads", "own"))
 RESIDENT_AT_ONCE: Change = (("state", "hbm"), ("weights", "own"))  # in two passes the gradient is used up at once
+PASSING: Change = (("update", "device"),)
 KEPT: Change = (("activations", "keep"),)
 ATTENTION_KEPT: Change = (("activations", "keep_attention"),)
 INPUT_ASIDE: Change = (("activations", "offload"),)

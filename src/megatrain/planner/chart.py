@@ -25,7 +25,7 @@ KIND_COLOURS = {
     "UPDATE": "#ea580c",
     "FETCH": "#0891b2",
     "DRAIN": "#16a34a",
-    "STORE": "#65a30d",
+    "STORE_STATE": "#65a30d",
     "LOAD_STATE": "#ca8a04",
     "SPILL": "#78350f",
 }

@@ -4,9 +4,9 @@ What may be chosen is a fixed family of plans that does not depend on the budget
 simulated time is taken, with wear of the disk counted as time. So more memory never gives a costlier plan: it only
 adds plans to choose from. A plan of the family is a number of rounds, a number of segments (from the front, HEAD
 second or last; in two passes here and there) whose state is in HBM, block inputs in HBM, in RAM, or as many in RAM as
-must be, and one way to use what is then left of HBM, as far as it goes: kept activations (from the last block on), or
-weights that stay in HBM; either at once, or behind kept attention, which saves most time for its bytes where documents
-are long.
+must be, updates of what is in RAM on the host or a share of them on the device (passing.py), and one way to use what is
+then left of HBM, as far as it goes: kept activations (from the last block on), or weights that stay in HBM; either at
+once, or behind kept attention, which saves most time for its bytes where documents are long.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatrain.models.spec import ModelSpec
 from megatrain.planner import changes
 from megatrain.planner.account import Question, memory_table
 from megatrain.planner.changes import Filling, changed, changed_at, steps_of
+from megatrain.planner.passing import passing_shares, spread, with_passing
 from megatrain.planner.room import Room, border, room_bytes
 from megatrain.planner.table import TIERS
 from megatrain.schedule.ops import Kind, Lane, Op, Place
@@ -143,24 +144,30 @@ def placed(question: Question) -> Iterator[Plan]:
     """Every plan of the family that may fit, before what is left of HBM is used up."""
     heads = (True,) if question.shapes.spec.tied else (False, True)  # a tied HEAD weighs nothing
     finest = max(1, len(question.shapes.spec.segments) // FINEST)
-    bases = product(_round_sizes(question), _inputs(question), _clip_modes(question), heads, GRAD_SLOTS)
-    for round_micro_batches, inputs, clip_mode, head_first, grad_slots in bases:
+    shares = passing_shares(question)
+    bases = product(_round_sizes(question), _inputs(question), _clip_modes(question), heads, GRAD_SLOTS, shares)
+    for round_micro_batches, inputs, clip_mode, head_first, grad_slots, share in bases:
         if clip_mode == "two-pass" and (round_micro_batches < question.num_micro_batches or not head_first):
             continue  # between rounds a gradient needs its home
         more_slots = grad_slots != GRAD_SLOTS[0]
         if more_slots and (round_micro_batches > 1 or question.num_micro_batches == 1):
             continue  # sums come back seldom, or never
+        if share and (more_slots or clip_mode == "two-pass"):
+            continue  # one at a time; and in two passes no forward waits for updates
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
         streamed = replace(streamed, grad_slots=grad_slots)
         for num_residents in _resident_counts(question, clip_mode, finest):
-            resident = without_idle_slots(question, _with_residents(streamed, num_residents, head_first))
-            resident = _aside(question, resident)
+            start = _with_residents(streamed, num_residents, head_first)
+            start = with_passing(question, start, share) if share else start
+            resident = None if start is None else _aside(question, without_idle_slots(question, start))
             if resident is None:
-                break  # more of them need more
-            if not more_slots:
+                break  # more of them need more, and the host does less
+            if not (more_slots or share):
                 yield from _with_disk(question, resident)
-            elif resident.grad_slots == grad_slots and memory_table(question, resident).verdict("ram") == "FITS":
-                yield resident  # where several blocks share slots, and no disk counts for more
+            elif more_slots and resident.grad_slots < grad_slots:
+                continue  # so few blocks share them
+            elif memory_table(question, resident).verdict("ram") == "FITS":
+                yield resident  # no disk counts for more
 
 
 def _aside(question: Question, plan: Plan) -> Plan | None:
@@ -208,11 +215,6 @@ def _with_residents(plan: Plan, count: int, head_first: bool = True) -> Plan:
     if plan.clip_mode == "two-pass":
         return changed_at(plan, ends + spread(range(1, last), num_blocks), changes.RESIDENT_AT_ONCE)
     return changed_at(plan, [*ends, *range(1, num_blocks + 1)] if head_first else range(count), changes.RESIDENT)
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """`count` of `items`, as evenly as can be."""
-    return [items[(2 * turn + 1) * len(items) // (2 * count)] for turn in range(count)]
 
 
 def end_to_end(items: Sequence[int], count: int) -> list[int]:

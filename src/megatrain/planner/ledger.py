@@ -24,6 +24,7 @@ class Entry(NamedTuple):
     own: int  # homes and own slots on the device
     shared_weights: int  # of a shared slot
     shared_gradient: int
+    passing_state: int  # of a shared slot
     ram_weights: int
     ram_state: int
     disk_weights: int
@@ -64,11 +65,12 @@ def _worked_out(shapes: Shapes, segment: SegmentPlan) -> Entry:
         own=sizes.segment_hbm_bytes(shapes, segment),
         shared_weights=weights if is_block and segment.weights == "pool" else 0,
         shared_gradient=gradient if is_block and segment.grads == "pool" and segment.trainable else 0,
+        passing_state=state if segment.streams_state else 0,
         ram_weights=weights if away and not segment.weights_on_disk else 0,
         ram_state=state if away and not segment.state_on_disk else 0,
         disk_weights=weights if away and segment.weights_on_disk else 0,
         disk_state=state if away and segment.state_on_disk else 0,
-        drained_gradient=0 if segment.updates_on_device else gradient,
+        drained_gradient=gradient if away else 0,
         attended=shapes.attended_bytes[segment.name] if segment.activations == "keep_attention" else 0,
         kept=shapes.saved_bytes[segment.name] if is_block and is_kept else 0,
         offloaded=int(is_block and segment.activations == "offload"),
@@ -101,6 +103,10 @@ class Ledger:
         """(Shared weight slots, shared gradient slots); a slot is as large as the largest block that visits it."""
         weights, gradient = max(self._columns["shared_weights"]), max(self._columns["shared_gradient"])
         return self._plan.weight_slots * weights, self._plan.grad_slots * gradient
+
+    def passing_bytes(self) -> int:
+        """Shared slots of states on their way through the device, each as large as the largest."""
+        return self._plan.state_slots * max(self._columns["passing_state"])
 
     def tied_gradient_bytes(self) -> int:
         """The head's own sum for a tied embedding."""

@@ -30,6 +30,8 @@ class Part(NamedTuple, Generic[T]):
     own_bytes: T  # its weights, to a slot of their own, once
     drained_bytes: T  # its gradient, to an update on the host
     shared_bytes: T  # of that, what leaves a shared slot
+    passing_in_bytes: T  # its gradient and state, to an update on the device
+    passing_out_bytes: T  # its state and weights, home
     input_bytes: T
     weights_s: T  # to read them from the disk
     state_s: T
@@ -75,9 +77,11 @@ class Parts:
         lost = () if segment.activations == "keep" else kept
         there: Kind | None = Kind.FORWARD if segment.kind == "block" else None
         back = {"block": Kind.BACKWARD, "head": Kind.HEAD}.get(segment.kind) if comes_back else None
-        on_device, on_host = segment.updates_on_device, segment.trainable and not segment.updates_on_device
+        away, passes = segment.trainable and segment.state != "hbm", segment.streams_state
+        on_host, on_device = away and not passes, segment.trainable and (passes or not away)
+        weights_bytes, state_bytes = sizes.weights_bytes(shapes, name), sizes.state_bytes(shapes, name)
         update_s = self._op_s(Kind.UPDATE, name, Lane.COMPUTE if on_device else Lane.HOST) if segment.trainable else 0.0
-        drained_bytes = sizes.gradient_bytes(shapes, name) if on_host else 0
+        drained_bytes = sizes.gradient_bytes(shapes, name) if away else 0
         return Part(
             forward_s=self._visits_s(there, name, (), kept),
             backward_s=self._visits_s(back, name, kept, grad),
@@ -85,10 +89,12 @@ class Parts:
             sums_s=sum(self._op_s(kind, name, Lane.COMPUTE, (), grad) for kind in (Kind.ZERO, Kind.NORM) if grad),
             device_s=update_s if on_device else 0.0,
             host_s=update_s if on_host else 0.0,
-            fetched_bytes=sizes.weights_bytes(shapes, name) if segment.weights == "pool" else 0,
-            own_bytes=sizes.weights_bytes(shapes, name) if segment.weights == "own" and not on_device else 0,
+            fetched_bytes=weights_bytes if segment.weights == "pool" else 0,
+            own_bytes=weights_bytes if segment.weights == "own" and segment.state != "hbm" else 0,
             drained_bytes=drained_bytes,
             shared_bytes=drained_bytes if segment.kind == "block" and segment.grads == "pool" else 0,
+            passing_in_bytes=drained_bytes + state_bytes if passes else 0,
+            passing_out_bytes=state_bytes + weights_bytes if passes else 0,
             input_bytes=sizes.one_boundary_bytes(shapes) * self._work.num_micro_batches,
             **self._disk_s(segment, on_host),
             way=self._ways.setdefault(

@@ -17,7 +17,8 @@ from megatrain.planner.parts import Part
 from megatrain.schedule.ops import Kind
 from megatrain.schedule.plan import Plan
 
-_TRAVELS = (Kind.FETCH, Kind.FETCH_GRAD, Kind.DRAIN, Kind.OFFLOAD, Kind.RELOAD)
+_TRAVELS = (Kind.FETCH, Kind.FETCH_GRAD, Kind.FETCH_STATE, Kind.STORE, Kind.STORE_STATE, Kind.DRAIN, Kind.OFFLOAD,
+            Kind.RELOAD)  # fmt: skip
 
 
 class Passes(NamedTuple):
@@ -84,15 +85,18 @@ class Travel:
         again_s = max(parts.again_s.sum() + parts.device_s.sum(), reread_s + states_s)
         shared = self._again * self._blocks.shared_bytes.sum()
         once_more = refetch + stays if self._two_pass else 0.0
+        first_fetch += parts.passing_in_bytes.sum()
+        passed = parts.passing_out_bytes  # but for what slots hold, before the pass turns
         h2d = first_fetch + (num_rounds - 1) * fetch + refetch + inputs + shared + once_more
         read_both_s = num_rounds * (read_s + reread_s)
-        first_link_s, other_link_s = (link.seconds(there, stays / num_rounds) for there in (first_fetch, fetch))
+        first_link_s = link.seconds(first_fetch, stays / num_rounds + _beyond(plan.state_slots, passed))
+        other_link_s = link.seconds(fetch, stays / num_rounds)
         return Passes(
             first_s=float(max(first_link_s, read_s, self._forward_s(updates=not self._two_pass) + cleared_s)),
             later_s=float((num_rounds - 1) * max(other_link_s, read_s, self._forward_s(updates=False))),
             backward_s=float(max(back_s, self._backward_s())),
             again_s=float(max(again_s, link.seconds(refetch, drained))) if self._two_pass else 0.0,
-            link_s=float(h2d / link.h2d_Bps + (inputs + shared + drained) / link.d2h_Bps),
+            link_s=float(h2d / link.h2d_Bps + (inputs + shared + drained + passed.sum()) / link.d2h_Bps),
             disk_s=float(parts.state_s.sum() + parts.spill_s.sum() + read_both_s),
         )
 

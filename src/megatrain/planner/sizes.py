@@ -185,9 +185,10 @@ def slot_bytes(
             table[f"w.{segment.name}"] = layout.num_elements * compute_bytes
         if segment.grads == "own" and segment.trainable:
             table[f"g.{segment.name}"] = layout.num_trainable * 4
-        if segment.streams_state:
-            kinds = layout.state_bytes(compute_bytes)
-            table |= {f"s.{segment.name}.{kind}": layout.num_trainable * size for kind, size in kinds.items()}
+    passing = [layouts[s.name] for s in plan.segments if s.streams_state]
+    for kind, size in passing[0].state_bytes(compute_bytes).items() if passing else ():
+        largest_bytes = max(layout.num_trainable for layout in passing) * size
+        table |= {f"s.{k}.{kind}": largest_bytes for k in range(plan.state_slots)}
     if plan.has_tied_grad:
         table[str(TIED_GRAD)] = embedding_of(spec).num_elements * 4
     one_bytes = micro_batch_tokens * spec.hidden_size * compute_bytes
@@ -229,8 +230,6 @@ def segment_hbm_bytes(shapes: Shapes, segment: SegmentPlan) -> int:
         total += weights_bytes(shapes, segment.name)
     if segment.grads == "own" and segment.trainable:
         total += gradient_bytes(shapes, segment.name)
-    if segment.streams_state:
-        total += state_bytes(shapes, segment.name)
     return total
 
 

@@ -11,7 +11,7 @@ from megatrain.errors import PlanError
 from megatrain.schedule.landing import Landing
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program, Schedule
 from megatrain.schedule.plan import Plan, SegmentPlan, validate
-from megatrain.schedule.slots import GradSlots, InputSlots, Visit, VisitKind, WeightSlots, kept_places
+from megatrain.schedule.slots import GradSlots, InputSlots, PassingStates, Visit, VisitKind, WeightSlots, kept_places
 from megatrain.schedule.waits import with_waits
 
 
@@ -50,12 +50,11 @@ def rounds(num_micro_batches: int, round_micro_batches: int) -> tuple[range, ...
 
 
 def _update(segment: SegmentPlan, landing: Landing, slot: Place | None = None) -> Iterator[Op]:
-    """The update of a segment, and where it lives on disk the way from there and back. `slot`: of its gradient, if it
-    is updated on the device and has none of its own."""
-    if segment.updates_on_device:
-        grad, *changed = _device_places(segment)
-        grad = slot or grad
-        yield Op(Kind.UPDATE, segment.name, None, Lane.COMPUTE, (grad, CELL, *changed), tuple(changed))
+    """The update of a segment where it lives, and from and to the disk the way there and back. `slot`: of its gradient,
+    if it lives in HBM and has none of its own."""
+    if segment.state == "hbm":
+        grad = slot or Place("g", segment.name)
+        yield _update_on_device(segment.name, grad, Place("hbm.state", segment.name), Place("w", segment.name))
         return
     yield from landing.bring_state(segment)
     yield from landing.bring_weights(segment)
@@ -64,17 +63,8 @@ def _update(segment: SegmentPlan, landing: Landing, slot: Place | None = None) -
     yield from landing.spill(segment)
 
 
-def _store(segment: SegmentPlan) -> Op:
-    """The way home of an update that ran in a slot."""
-    _, *changed = _device_places(segment)
-    homes = (Place("ram.state", segment.name), Place("ram.w", segment.name))
-    return Op(Kind.STORE, segment.name, None, Lane.D2H, tuple(changed), homes)
-
-
-def _device_places(segment: SegmentPlan) -> tuple[Place, Place, Place]:
-    """Where an update on the device finds gradient, state and weights."""
-    name = segment.name
-    return Place("g", name), Place("hbm.state" if segment.state == "hbm" else "s", name), Place("w", name)
+def _update_on_device(name: str, grad: Place, *changed: Place) -> Op:
+    return Op(Kind.UPDATE, name, None, Lane.COMPUTE, (grad, CELL, *changed), changed)
 
 
 def _at_home(plan: Plan, program: Program, pending_update: bool) -> Iterator[Op]:
@@ -85,8 +75,6 @@ def _at_home(plan: Plan, program: Program, pending_update: bool) -> Iterator[Op]
     for segment in plan.segments:
         if pending_update and segment.trainable and plan.clip_mode == "deferred":
             yield from _update(segment, landing)
-            if segment.streams_state:
-                yield _store(segment)
         if program == "save":
             yield from landing.bring_weights(segment)
             reads = [landing.weights(segment)]
@@ -110,12 +98,14 @@ class _Pass:
         self.segment_of = {segment.name: segment for segment in plan.segments}
         self.landing = Landing(plan, pending_update)
         # In order of first use: the host works through them while the first layers already compute.
-        on_host = [s for s in plan.segments if s.trainable and not s.updates_on_device]
+        away = [s for s in plan.segments if s.trainable and s.state != "hbm"]
+        on_host = [s for s in away if not (self.train and s.streams_state)]
         self.host_updates = deque(on_host if self.pending_update else ())
         self.lowest = plan.lowest_trainable if self.train else len(plan.segments)
         self.embed, self.head = plan.segments[0], plan.segments[-1]
         self.visits = tuple(self._visits())
-        self.weights = WeightSlots(plan, self.visits, self.pending_update)
+        self.weights = WeightSlots(plan, self.visits)
+        self.passing = PassingStates(plan, self.visits if self.train and self.pending_update else ())
         self.grads = GradSlots(plan, self.visits if self.train else ())
         self.inputs = InputSlots(plan)
         self.tied_grad = (TIED_GRAD,) if self.train and plan.has_tied_grad else ()
@@ -142,12 +132,6 @@ class _Pass:
         while self.host_updates and not self.host_updates[0].weights_on_disk:
             yield from _update(self.host_updates.popleft(), self.landing)
         yield from self._fetches(-1)
-        turn = max(visit.number for visit in self.visits if visit.kind == "head" and not visit.again)
-        halfway = (turn + len(self.visits) - 1) // 2
-        # Until the first DRAIN the memory of the host works for the updates that the forward waits for: beside a STORE
-        # they took 76 ms for 51.
-        drained = (visit.number for visit in self.visits if self.grads.leaves_after(visit))
-        stores_after = min(next(drained, -1), halfway)
         write = {
             "embed": self._embed,
             "forward": self._forward,
@@ -159,23 +143,18 @@ class _Pass:
         for visit in self.visits:
             segment = self.plan.segments[visit.index]
             first_use = visit.first_round and visit.kind in ("embed", "forward", "head")
-            if self.pending_update and first_use and segment.trainable and segment.updates_on_device:
+            if self.pending_update and first_use and segment.trainable and segment.state == "hbm":
                 yield from _update(segment, self.landing)
-                if segment.streams_state and visit.number > stores_after:
-                    yield _store(segment)
+            yield from self._passing_update(visit, segment)
             yield from write[visit.kind](visit, segment)
             yield from self._fetches(visit.number)
-            if visit.number == stores_after and self.pending_update:
-                yield from (_store(s) for s in self.plan.segments if s.streams_state)
-            if visit.number == halfway and self.program == "train":
-                yield from self._state_fetches()
             if visit.number == last_for_norm and self.train:
                 norms = tuple(Place("norm", s.name) for s in self.plan.segments if s.trainable)
                 losses = tuple(Place("loss", "", m) for m in range(self.num_micro_batches))
                 yield Op(Kind.CLIP, "", None, Lane.HOST, (*norms, *losses), (CELL,))
 
     def _fetches(self, done: int) -> Iterator[Op]:
-        fetches = self.weights.fetch_after(done) + self.grads.fetch_after(done)
+        fetches = self.weights.fetch_after(done) + self.grads.fetch_after(done) + self.passing.fetch_after(done)
         for _, op in sorted(fetches, key=lambda fetch: fetch[0]):
             yield from self._fetch_weights(op) if op.kind is Kind.FETCH else (op,)
 
@@ -187,14 +166,15 @@ class _Pass:
         yield from self.landing.bring_weights(segment)
         yield replace(op, reads=(self.landing.weights(segment),))
 
-    def _state_fetches(self) -> Iterator[Op]:
-        """State for the updates that the next program begins with. Listed halfway through the last backward pass: by
-        then the slot's last content is home, and half a pass is left to fetch in.
-        """
-        for segment in self.plan.segments:
-            if segment.streams_state:
-                home, slot = Place("ram.state", segment.name), Place("s", segment.name)
-                yield Op(Kind.FETCH_STATE, segment.name, None, Lane.H2D, (home,), (slot,))
+    def _passing_update(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
+        """The update of a segment whose state passes through a slot, and the way home of what it changed."""
+        slots = self.passing.slots_of(visit)
+        if slots is not None:
+            name, (grad, state), weights = segment.name, slots, self.weights[segment.name]
+            yield _update_on_device(name, grad, state, weights)
+            # Weights first: others wait for their slot.
+            yield Op(Kind.STORE, name, None, Lane.D2H, (weights,), (Place("ram.w", name),))
+            yield Op(Kind.STORE_STATE, name, None, Lane.D2H, (state,), (Place("ram.state", name),))
 
     def _embed(self, visit: Visit, segment: SegmentPlan) -> Iterator[Op]:
         for m in visit.micro_batches:

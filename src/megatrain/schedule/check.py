@@ -113,8 +113,6 @@ def _follow(op: Op, meaning: Meaning, held: dict[Place, Content]) -> None:
     if all(held.get(place) == content for place, content in news.items()):
         raise Fault(f"is in vain: {', '.join(map(str, news))} already so")
     held.update(news)
-    for place in need.gives_up:
-        del held[place]
 
 
 class _Unread:

@@ -40,11 +40,10 @@ Wanted = tuple[Collection[Place], Content]  # a content, and the places where it
 
 
 class Need(NamedTuple):
-    """What an op reads and writes, in the order of its places, and which places hold nothing afterwards."""
+    """What an op reads and writes, in the order of its places."""
 
     reads: list[Wanted]
     writes: list[Wanted]
-    gives_up: tuple[Place, ...] = ()
 
 
 class Trio(NamedTuple):

@@ -11,7 +11,7 @@ from megatrain.schedule.contents import Content, Fault, Need, Now, Trio, Wanted
 from megatrain.schedule.ops import CELL, TIED_GRAD, Kind, Lane, Op, Place, Program
 from megatrain.schedule.plan import Plan, SegmentPlan
 
-_EVERYWHERE = {Kind.UPDATE, Kind.STORE, Kind.LOAD, Kind.LOAD_STATE, Kind.SPILL}
+_EVERYWHERE = {Kind.UPDATE, Kind.LOAD, Kind.LOAD_STATE, Kind.SPILL}
 _THROUGH = {Kind.FETCH, Kind.EMBED, Kind.FORWARD} | _EVERYWHERE
 _ALLOWED: dict[Program, set[Kind]] = {
     "train": set(Kind) - {Kind.LOSS, Kind.SAVE},
@@ -38,6 +38,7 @@ _LANE = {
     Kind.OFFLOAD: Lane.D2H,
     Kind.RELOAD: Lane.H2D,
     Kind.STORE: Lane.D2H,
+    Kind.STORE_STATE: Lane.D2H,
     Kind.SAVE: Lane.DISK,
     Kind.SPILL: Lane.DISK,
     Kind.LOAD: Lane.DISK_READ,
@@ -62,6 +63,7 @@ class Meaning:
         self.weight_places = {s.name: {Place("w", s.name)} if s.weights == "own" else shared_w for s in plan.segments}
         self.grad_places = {s.name: {Place("g", s.name)} if s.grads == "own" else shared_g for s in plan.segments}
         self.landing = {pool: {Place(pool, i) for i in range(plan.disk_slots)} for pool in ("land.w", "land.state")}
+        self.state_slots = {Place("s", i) for i in range(plan.state_slots)}
         self.landing["land.grad"] = {Place("land.grad", i) for i in range(plan.grad_landing_slots)}
         self.lowest = min((self.number_of[s.name] for s in self.trainable), default=len(plan.segments))
         self.has_tied_grad = plan.has_tied_grad
@@ -77,12 +79,12 @@ class Meaning:
             Kind.EMBED_BACKWARD: self._embed_backward,
         }
         self._of_segment: dict[Kind, Callable[[SegmentPlan], Need]] = {
-            Kind.FETCH: self._fetch,
             Kind.FETCH_STATE: self._fetch_state,
             Kind.MERGE: self._merge,
             Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
             Kind.STORE: self._store,
+            Kind.STORE_STATE: self._store_state,
             Kind.SAVE: self._save,
         }
 
@@ -100,7 +102,7 @@ class Meaning:
             raise Fault(f"{op.kind} is no op of {segment.kind} segments")
         if op.kind not in _OF_ALL and not segment.trainable:
             raise Fault(f"{op.segment} is frozen")
-        update_lane = Lane.HOST if segment.state != "hbm" and segment.update == "home" else Lane.COMPUTE
+        update_lane = Lane.COMPUTE if segment.state == "hbm" or self._passes(segment) else Lane.HOST
         lane = update_lane if op.kind is Kind.UPDATE else _LANE.get(op.kind, Lane.COMPUTE)
         if op.lane is not lane:
             raise Fault(f"is on lane {op.lane}, belongs on {lane}")
@@ -115,6 +117,8 @@ class Meaning:
         if op.kind is Kind.ZERO:
             return self._zero(segment, op.writes)
         found = held.get(op.reads[0]) if op.reads else None
+        if op.kind is Kind.FETCH:
+            return self._fetch(segment, found)
         if op.kind in (Kind.LOAD, Kind.LOAD_STATE):
             return self._load(op.kind, segment, found)
         if op.kind is Kind.SPILL:
@@ -131,7 +135,6 @@ class Meaning:
             if segment.name in late:
                 places = [places[0]._replace(state=late[segment.name])]
             if now.program == "train" and not self.two_pass:
-                places.append(self.update_places(segment))
                 wanted[places[-1].grad] = self._complete(segment, now.step, now.num_micro_batches)
             for place in places:
                 wanted |= {place.state: self.state(segment), place.weights: self.weights(segment)}
@@ -151,18 +154,16 @@ class Meaning:
         state, weights = Place(f"{segment.state}.state", name), Place(f"{segment.weights_home}.w", name)
         return Trio(state, weights, Place("ram.grad", name))
 
-    def update_places(self, segment: SegmentPlan) -> Trio:
-        """Where state, weights and gradient stay from the end of "train" to the UPDATE."""
-        if segment.update == "device":
-            return Trio(Place("s", segment.name), Place("w", segment.name), Place("g", segment.name))
-        return self.homes(segment)
+    def _passes(self, segment: SegmentPlan) -> bool:
+        """Whether this program updates a segment in slots that its state passes through."""
+        return segment.streams_state and self.now.program == "train"
 
     def lasting(self, pending_update: bool) -> set[Place]:
         """The places whose content outlives a program."""
         kept = {place for s in self.plan.segments for place in self.homes(s)} | {CELL}
         if pending_update:
             kept |= {Place("land.state", slot) for _, slot in self.plan.spilled_late}
-        return kept | {place for s in self.trainable if pending_update for place in self.update_places(s)}
+        return kept
 
     # contents ------------------------------------------------------------------------------------------------------
 
@@ -216,12 +217,10 @@ class Meaning:
         return self.landing["land.state"] if on_disk else {self.homes(segment).state}, self.state(segment, after)
 
     def _grads_in_reach(self, segment: SegmentPlan) -> Collection[Place]:
-        """Where an update finds the gradient: in its slot, at home, or landed if there is none."""
-        if segment.updates_on_device:
+        """Where an update at home finds the gradient: in its slot, in RAM, or landed if it has no home."""
+        if segment.state == "hbm":
             return self.grad_places[segment.name]
-        if self.two_pass:
-            return self.landing["land.grad"]
-        return {self.update_places(segment).grad}
+        return self.landing["land.grad"] if self.two_pass else {self.homes(segment).grad}
 
     def _load(self, kind: Kind, segment: SegmentPlan, found: Content | None) -> Need:
         """A copy of what is on disk, before or after its update: whoever reads it says which one is wanted."""
@@ -251,22 +250,30 @@ class Meaning:
             raise Fault(f"nothing of {segment.name} lives on disk")
         return Need(reads, writes)
 
-    def _fetch(self, segment: SegmentPlan) -> Need:
+    def _fetch(self, segment: SegmentPlan, found: Content | None) -> Need:
+        """The weights that pass through the layers or, for an update on the device, those before it."""
         if segment.state == "hbm":
             raise Fault(f"the weights of {segment.name} never leave HBM")
-        return Need([self._weights_in_reach(segment, self.now.computed_with)], [self._weights_in_slot(segment)])
+        home, content = self._weights_in_reach(segment, self.now.computed_with)
+        if self._passes(segment) and found == self.weights(segment, self.now.settled - 1):
+            content = found
+        return Need([(home, content)], [(self.weight_places[segment.name], content)])
 
     def _fetch_state(self, segment: SegmentPlan) -> Need:
-        if segment.update != "device":
+        if not self._passes(segment):
             raise Fault(f"the state of {segment.name} never leaves its home")
-        home, slot = self.homes(segment).state, self.update_places(segment).state
-        return Need([((home,), self.state(segment))], [((slot,), self.state(segment))])
+        state = self.state(segment, self.now.settled - 1)
+        return Need([((self.homes(segment).state,), state)], [(self.state_slots, state)])
 
     def _move_grad(self, kind: Kind, segment: SegmentPlan, found: Content | None) -> Need:
-        """FETCH_GRAD and DRAIN carry a sum however far it is: what counts is whose it is, and BACKWARD counts on."""
-        if segment.state == "hbm" or segment.update == "device":
+        """FETCH_GRAD and DRAIN carry a sum however far it is: what counts is whose it is, and BACKWARD counts on; or
+        the one that an update waits for."""
+        if segment.state == "hbm":
             raise Fault(f"the gradient of {segment.name} never leaves HBM")
-        if segment.grads == "own":
+        pending = self._complete(segment, self.now.settled, self.now.settled_micro_batches)
+        if kind is Kind.FETCH_GRAD and self._passes(segment) and found == pending:
+            content = pending
+        elif segment.grads == "own":
             content = self._complete(segment, self.now.step, self.now.num_micro_batches)
         else:
             content = self._sum(segment.name, found.count if found is not None and found.count else 1)
@@ -308,7 +315,7 @@ class Meaning:
         return Need([slot], [((Place("ram.act", block, m),), slot[1])])
 
     def _reload(self, segment: SegmentPlan, m: int) -> Need:
-        slots, homes, _ = self._offload(segment, m)
+        slots, homes = self._offload(segment, m)
         return Need(homes, slots)
 
     def _loss(self, segment: SegmentPlan, m: int) -> Need:
@@ -317,7 +324,7 @@ class Meaning:
         return Need([self._weights_in_slot(segment), *tied, hidden], [((Place("loss", "", m),), self._loss_of(m))])
 
     def _head(self, segment: SegmentPlan, m: int) -> Need:
-        reads, loss, _ = self._loss(segment, m)
+        reads, loss = self._loss(segment, m)
         dact = self._flow_in_place("dact", self.number_of[segment.name] - 1, m)
         before = self._sum_in_slot(segment, m) + self._tied_sum(m)
         after = self._sum_in_slot(segment, m + 1) + self._tied_sum(m + 1)
@@ -357,13 +364,14 @@ class Meaning:
 
     def _update(self, segment: SegmentPlan) -> Need:
         settled = self.now.settled
-        state, weights, _ = self.update_places(segment)
-        if segment.update == "device":
-            states, places = {state}, {weights}
+        if self._passes(segment):
+            states, places = self.state_slots, self.weight_places[segment.name]
+            grads: Collection[Place] = self.grad_places[segment.name]
         else:
             states, places = self._state_in_reach(segment)[0], self._weights_in_reach(segment)[0]
+            grads = self._grads_in_reach(segment)
         reads = [
-            (self._grads_in_reach(segment), self._complete(segment, settled, self.now.settled_micro_batches)),
+            (grads, self._complete(segment, settled, self.now.settled_micro_batches)),
             ((CELL,), Content("cell", when=settled)),
             (states, self.state(segment, settled - 1)),
             (places, self.weights(segment, settled - 1)),
@@ -371,13 +379,16 @@ class Meaning:
         return Need(reads, [(states, self.state(segment)), (places, self.weights(segment))])
 
     def _store(self, segment: SegmentPlan) -> Need:
-        if segment.update != "device":
+        if not self._passes(segment):
             raise Fault(f"{segment.name} is updated in its home")
-        slots, homes = self.update_places(segment), self.homes(segment)
-        contents = (self.state(segment), self.weights(segment))
-        reads = [((place,), content) for place, content in zip(slots[:2], contents, strict=True)]
-        writes = [((place,), content) for place, content in zip(homes[:2], contents, strict=True)]
-        return Need(reads, writes, gives_up=(slots.state,))
+        weights = self.weights(segment)
+        return Need([(self.weight_places[segment.name], weights)], [((self.homes(segment).weights,), weights)])
+
+    def _store_state(self, segment: SegmentPlan) -> Need:
+        if not self._passes(segment):
+            raise Fault(f"the state of {segment.name} never leaves its home")
+        state = self.state(segment)
+        return Need([(self.state_slots, state)], [((self.homes(segment).state,), state)])
 
     def _save(self, segment: SegmentPlan) -> Need:
         reads = [self._weights_in_reach(segment)]

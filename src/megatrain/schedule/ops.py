@@ -35,8 +35,9 @@ class Kind(StrEnum):
     LOAD_STATE  r: disk.state.S                             w: land.state.k
     SPILL       r: land.state.k, land.w.j                   w: disk.state.S, disk.w.S (what of the two lives on disk)
     FETCH       r: ram.w.S, or land.w.k if from disk        w: its weight slot
-    FETCH_STATE r: ram.state.S                              w: s.S                    (for the update to come)
-    FETCH_GRAD  r: ram.grad.S                               w: its gradient slot      (round 2 on: the sum goes on)
+    FETCH_STATE r: ram.state.S                              w: s.k                    (for the update to come)
+    FETCH_GRAD  r: ram.grad.S                               w: its gradient slot      (round 2 on: the sum goes on; or
+                complete, for the update of a segment whose state came)
     ZERO        r:                                          w: its gradient slot, or tied.grad (segment EMBED)
     EMBED       r: weights                                  w: act.0.m, call.m        (recorded layer calls)
     FORWARD     r: weights, act.i.m, call.m                 w: act.i+1.m [, kept.i.m or attn.i.m]
@@ -54,8 +55,9 @@ class Kind(StrEnum):
     NORM        r: gradient slot                            w: norm.S                 (per-tensor sums of squares)
     DRAIN       r: gradient slot                            w: ram.grad.S, or land.grad.k in two passes
     CLIP        r: norm.S in segment order, loss.m in order w: cell                   (coefficient, apply or skip)
-    UPDATE      r: gradient, cell, state, weights           w: state, weights         (at home, in own or landing slots)
-    STORE       r: s.S, w.S                                 w: ram.state.S, ram.w.S   (s.S is given up)
+    UPDATE      r: gradient, cell, state, weights           w: state, weights         (at home, in slots, landed)
+    STORE       r: weights                                  w: ram.w.S                (home from the slot of an update)
+    STORE_STATE r: s.k                                      w: ram.state.S
     SAVE        r: weights [, state]                        w: file.S                 (at home, or where they landed)
     """
 
@@ -79,6 +81,7 @@ class Kind(StrEnum):
     CLIP = "CLIP"
     UPDATE = "UPDATE"
     STORE = "STORE"
+    STORE_STATE = "STORE_STATE"
     LOAD = "LOAD"
     LOAD_STATE = "LOAD_STATE"
     SPILL = "SPILL"
@@ -90,7 +93,7 @@ class Place(NamedTuple):
 
     Weights:   w.0 w.1 …    shared slots;    w.EMBED        an own slot in HBM
     Gradients: g.0 g.1 …    shared slots;    g.EMBED        an own slot;  tied.grad  the head's sum for a tied embedding
-    State:     s.EMBED      an own slot for lo, m, v of a segment with update "device"
+    State:     s.0 s.1 …    shared slots for lo, m, v of segments with update "device"
     Homes:     ram.w.L000  ram.state.L000  ram.grad.L000  hbm.state.L000  (state "hbm": weights home is w.L000 itself)
                disk.w.L000  disk.state.L000
     Landing:   land.w.0 land.w.1 …  land.state.0 …    slots in RAM for what comes from disk and goes there
@@ -102,9 +105,7 @@ class Place(NamedTuple):
     Micro-batches count from 0 over the whole step. Where only a micro-batch follows the pool, it is `micro_batch`, and
     `key` stays "": Place("loss", "", 3) is "loss.3".  Place("tied.grad") and Place("cell") are complete as they are.
     Between programs only homes keep their content: ram.*, disk.*, hbm.state.*, file.*, cell; w.S, g.S if `state` is
-    "hbm".
-    While an update is pending, also w.S, g.S, s.S of segments with update "device". After a step in two passes, also
-    the landing slots of `Plan.spilled_late`.
+    "hbm". After a step in two passes, also the landing slots of `Plan.spilled_late`.
     """
 
     pool: str  # "w", "g", "act", "ram.w", …

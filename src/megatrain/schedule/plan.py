@@ -24,9 +24,9 @@ class SegmentPlan:
     `state`: home of lo, m, v: "hbm" (needs weights "own", and grads too unless a step goes in two passes), "ram" or
     "disk".
     `update`: where the update runs: "home" (on the compute lane if `state` is "hbm", else on the host lane),
-    or "device" (`state` "ram", weights and grads "own"): on the compute lane, in a state slot of its own. The state
-    comes from RAM during the backward pass; the gradient never leaves its slot; new state and weights are written back
-    to RAM behind the update.
+    or "device" (`state` "ram"): on the compute lane, right before the next step first uses the segment, with gradient
+    and state from RAM in shared slots; new state and weights are written back to RAM behind it. Between programs it is
+    as any other in RAM, so an update that another program has to do runs on the host lane.
     `weights_home`: where the weights live between uses, unless `state` is "hbm": "ram" or "disk".
     `activations`: "recompute" keeps only the block's input; "keep_attention" keeps what its attention gives, too, so
     that the recomputation does not attend again; "keep" keeps autograd's saved tensors; "offload" lets the input wait
@@ -60,13 +60,8 @@ class SegmentPlan:
 
     @property
     def streams_state(self) -> bool:
-        """Whether the state travels between its home in RAM and a slot in HBM, where the update runs."""
+        """Whether a step brings gradient and state from RAM to the device, updates there, and takes state back."""
         return self.trainable and self.update == "device"
-
-    @property
-    def updates_on_device(self) -> bool:
-        """Whether the update runs on the compute lane: the gradient stays in its slot."""
-        return self.state == "hbm" or self.streams_state
 
     @property
     def state_on_disk(self) -> bool:
@@ -94,6 +89,7 @@ class Plan:
 
     clip_mode: Literal["deferred", "two-pass"] = "deferred"  # two-pass: gradients have no home; see docs/schedule.md
     grad_landing_slots: int = 0  # two-pass: slots in RAM for gradients on their way to the host's updates
+    state_slots: int = 0  # shared slots S0 … for the states of segments with update "device", 2 to overlap
 
     @cached_property
     def blocks(self) -> tuple[SegmentPlan, ...]:
@@ -167,7 +163,7 @@ def validate(plan: Plan) -> None:
     kinds = ["embed", *["block"] * num_blocks, "head"]
     for segment, kind in zip(plan.segments, kinds, strict=True):
         _validate_segment(segment, kind, plan.clip_mode == "two-pass")
-    for key in ("weight_slots", "grad_slots", "disk_slots", "act_slots", "grad_landing_slots"):
+    for key in ("weight_slots", "grad_slots", "disk_slots", "act_slots", "state_slots", "grad_landing_slots"):
         slots, most = getattr(plan, key), len(plan.segments)
         if not 0 <= slots <= most:
             raise PlanError(f"{key} is {slots}; use 0 to {most}, one a segment: no more are ever in use")
@@ -190,9 +186,11 @@ def _slots_needed(plan: Plan) -> Iterator[tuple[str, int, str]]:
         yield "grad_slots", 1, "some segments share gradient slots; use at least 1"
     if plan.offloaded:
         yield "act_slots", 2, "some blocks have activations 'offload'; use at least 2 (one is read, the next written)"
+    if any(s.streams_state for s in plan.segments):
+        yield "state_slots", 1, "some segments have update 'device'; use at least 1 (2 to fetch and store meanwhile)"
     if any(s.state_on_disk or s.weights_on_disk for s in plan.segments):
         yield "disk_slots", 1, "some segments live on disk; use at least 1 (2 to read and write at the same time)"
-    on_host = [s.name for s in plan.segments if s.trainable and not s.updates_on_device]
+    on_host = [s.name for s in plan.segments if s.trainable and s.state != "hbm"]
     if plan.clip_mode == "two-pass" and on_host:
         yield "grad_landing_slots", 1, f"in two passes the host updates {on_host[0]}; use at least 1"
 
@@ -218,8 +216,6 @@ def _validate_segment(segment: SegmentPlan, kind: str, two_pass: bool) -> None:
         why = f"{kind} segments"
     elif segment.state == "hbm":
         why = "segments with state 'hbm'"
-    elif segment.update == "device":
-        why = "segments with update 'device'"
     else:
         return
     if segment.weights != "own":

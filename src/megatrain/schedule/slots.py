@@ -30,17 +30,16 @@ class Visit(NamedTuple):
 class WeightSlots:
     """Fetches weights in visit order, as early as slots allow, into the slot whose next use is farthest (Belady).
 
-    What this program updates in its slot is there; nothing else that an earlier program left in a slot counts.
+    Those that live in HBM are there; nothing else that an earlier program left in a slot counts.
     """
 
-    def __init__(self, plan: Plan, visits: Sequence[Visit], pending_update: bool) -> None:
+    def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
         self._wanted = [[plan.segments[i] for i in _weights_of(plan, visit)] for visit in visits]
         self._uses: dict[str, deque[int]] = {}
         for number, wanted in enumerate(self._wanted):
             for segment in wanted:
                 self._uses.setdefault(segment.name, deque()).append(number)
-        in_place = [s for s in plan.segments if s.state == "hbm" or (pending_update and s.streams_state)]
-        self._place = {s.name: Place("w", s.name) for s in in_place}
+        self._place = {s.name: Place("w", s.name) for s in plan.segments if s.state == "hbm"}
         self._held: list[str | None] = [None] * plan.weight_slots
         self._ahead = 0  # weights of visits before this one are in place or on their way
 
@@ -126,6 +125,61 @@ def kept_places(segment: SegmentPlan, block: int, micro_batch: int) -> tuple[Pla
     return () if pool is None else (Place(pool, block, micro_batch),)
 
 
+def shared_grad_slots(plan: Plan) -> int:
+    """How many of the shared gradient slots are used: no more than one a segment that shares them."""
+    return min(plan.grad_slots, max(1, sum(s.trainable and s.grads == "pool" for s in plan.segments)))
+
+
+class PassingStates:
+    """Segments that a train program updates on the device, in order of first use: each takes the next state slot in
+    turn, and brings its gradient back, to the next shared slot in turn or to its own. `visits`: none if no update is
+    pending.
+
+    A slot is filled again a visit after it was used, if there is one between: what was in it is then home, and no
+    weights queue behind it. (Up to a tenth of a step, simulated.)
+    """
+
+    def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
+        self._slots: dict[int, tuple[Place, Place]] = {}  # visit -> of gradient and state
+        self._fetches: deque[tuple[int, int, tuple[Op, Op]]] = deque()  # (visit, may start after this visit, ops)
+        users: list[int] = []
+        sharing: list[int] = []  # of these, those that share a gradient slot
+        for visit in visits:
+            segment, name = plan.segments[visit.index], plan.segments[visit.index].name
+            if not (segment.streams_state and visit.first_round and visit.kind in ("embed", "forward", "head")):
+                continue
+            state, after = Place("s", len(users) % plan.state_slots), _behind(users, plan.state_slots, visit)
+            grad = Place("g", name)
+            if segment.grads == "pool":
+                slots = shared_grad_slots(plan)
+                grad, after = Place("g", len(sharing) % slots), max(after, _behind(sharing, slots, visit))
+                sharing.append(visit.number)
+            users.append(visit.number)
+            self._slots[visit.number] = grad, state
+            ops = (
+                Op(Kind.FETCH_STATE, name, None, Lane.H2D, (Place("ram.state", name),), (state,)),
+                Op(Kind.FETCH_GRAD, name, None, Lane.H2D, (Place("ram.grad", name),), (grad,)),
+            )
+            self._fetches.append((visit.number, after, ops))
+
+    def slots_of(self, visit: Visit) -> tuple[Place, Place] | None:
+        """Where gradient and state are for the update that a visit waits for, if it is one of these."""
+        return self._slots.get(visit.number)
+
+    def fetch_after(self, done: int) -> list[tuple[int, Op]]:
+        """Fetches that may start once visit `done` has been listed, each with the visit it is for."""
+        fetches: list[tuple[int, Op]] = []
+        while self._fetches and self._fetches[0][1] <= done:
+            visit, _, ops = self._fetches.popleft()
+            fetches += [(visit, op) for op in ops]
+        return fetches
+
+
+def _behind(users: Sequence[int], slots: int, visit: Visit) -> int:
+    """The visit after the one that uses the slot which `visit` is next to use, but before `visit`; -1: none does."""
+    return min(users[-slots] + 1, visit.number - 1) if len(users) >= slots else -1
+
+
 class GradSlots:
     """Gives each backward visit the next shared slot in turn; from round 2 on, fetches the sum so far into it.
 
@@ -136,7 +190,7 @@ class GradSlots:
         self._plan = plan
         shared = [s.name for s in plan.segments if s.trainable and s.grads == "pool"]
         self._rotates = len(shared) > plan.grad_slots
-        num_slots = plan.grad_slots if self._rotates else max(1, len(shared))
+        num_slots = shared_grad_slots(plan)
         self._place: dict[int, Place] = {}
         self._fetches: deque[tuple[int, int, Op]] = deque()  # (visit, may start after this visit, op)
         users: list[int] = []
@@ -166,7 +220,7 @@ class GradSlots:
         if self._plan.clip_mode == "two-pass" and not visit.again:
             return False  # it was for its norm alone
         if visit.last_round:
-            return not segment.updates_on_device
+            return segment.state != "hbm"
         return segment.grads == "pool" and self._rotates
 
     def fetch_after(self, done: int) -> list[tuple[int, Op]]:

@@ -31,8 +31,8 @@ class SegmentStore:
     `state_kinds`: lo (bf16 only), m, v, and what the layouts list besides. A segment whose plan says state "hbm" lives
     on `device` alone; all others in RAM, what travels (w, grad; state if the plan says update "device") pinned when
     `device` is a CUDA device (`pinned` says what was reached; a refusal is also warned of), or, where the plan says so,
-    on disk: in a nameless file in `disk_folder`, reached through landing slots in RAM (`disk`). Where the update runs
-    on the device, the gradient stays in its slot; in a plan of two passes none has a home, and those on their way to
+    on disk: in a nameless file in `disk_folder`, reached through landing slots in RAM (`disk`). The gradient of a
+    segment in HBM stays in its slot; in a plan of two passes none has a home, and those on their way to
     the host's updates share landing slots (`landed_grad`).
     """
 
@@ -74,7 +74,7 @@ class SegmentStore:
                 rows = travels if kind in _TRAVELS or plans[segment].streams_state else stays
                 rows.append((segment, kind, count))
         if in_two_passes:
-            on_host = [self.layouts[s.name].num_trainable for s in plan.segments if not s.updates_on_device]
+            on_host = [self.layouts[s.name].num_trainable for s in plan.segments if s.state != "hbm"]
             self._landing_grads = plan.grad_landing_slots if on_host else 0
             travels += [(f"land.grad.{slot}", "grad", max(on_host)) for slot in range(self._landing_grads)]
         if on_disk:
@@ -252,7 +252,7 @@ def _kinds(layout: Layout, plan: SegmentPlan, state_kinds: Sequence[str]) -> Ite
         return
     for kind in state_kinds:
         yield layout.segment, kind, layout.num_trainable, plan.state
-    if not plan.updates_on_device:
+    if not in_hbm:
         yield layout.segment, "grad", layout.num_trainable, "ram"
 
 
