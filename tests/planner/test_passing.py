@@ -11,7 +11,7 @@ from megatrain.hardware.described import read_machine
 from megatrain.hardware.rates import Rates
 from megatrain.planner import Question, memory_table, predict, search
 from megatrain.planner.family import without_idle_slots
-from megatrain.planner.passing import passing_shares, with_passing
+from megatrain.planner.passing import passing_share, with_passing
 from megatrain.schedule import validate
 from megatrain.schedule.ops import Kind, Lane
 from megatrain.schedule.plan import Plan
@@ -30,7 +30,7 @@ def asked(rates: Rates, tokens: int = 8192, hbm_gib: float = 24, **keys: object)
 
 def on_host(asked: Question) -> Plan:
     """What is chosen where nothing may pass."""
-    with patch("megatrain.planner.family.passing_shares", return_value=[0.0]):
+    with patch("megatrain.planner.family.passing_share", return_value=0.0):
         return search(asked)
 
 
@@ -40,11 +40,11 @@ def test_the_share_that_passes_is_as_good_as_any(rates: Rates) -> None:
     here = asked(rates, clip_mode="deferred")
     plan = on_host(here)
     chosen_s = {}
-    for share in [*passing_shares(here)[1:], *(step / 20 for step in range(1, 20))]:
+    for share in [passing_share(here), *(step / 20 for step in range(1, 20))]:
         passing = with_passing(here, plan, share)
         assert passing is not None
         chosen_s[share] = predict(here.work, passing).step_s
-    best_s, formula_s = min(chosen_s.values()), min(chosen_s[share] for share in passing_shares(here)[1:])
+    best_s, formula_s = min(chosen_s.values()), chosen_s[passing_share(here)]
     assert formula_s <= 1.04 * best_s, chosen_s
     assert formula_s < 0.95 * predict(here.work, plan).step_s
 
@@ -82,12 +82,12 @@ def test_nothing_passes_where_the_forward_pass_hides_the_updates() -> None:
 
 def test_nothing_passes_where_the_host_is_fast_or_the_link_slow_or_there_is_no_gpu() -> None:
     fast = replace(H200.rates, update_params_per_s=2e10)
-    assert passing_shares(asked(fast)) == [0.0]
-    slow, usual = (passing_shares(asked(rates))[-1] for rates in (SLOW_LINK, FEW_CORES))
+    assert passing_share(asked(fast)) == 0.0
+    slow, usual = (passing_share(asked(rates)) for rates in (SLOW_LINK, FEW_CORES))
     assert 0.1 < slow < usual
-    assert (round(usual, 2), round(passing_shares(asked(H200.rates))[-1], 2)) == (0.71, 0.27)  # docs/planning.md
+    assert (round(usual, 2), round(passing_share(asked(H200.rates)), 2)) == (0.69, 0.27)  # docs/planning.md
     cpu = read_machine("h200-125gb").machine
-    assert passing_shares(replace(asked(FEW_CORES), machine=replace(cpu, device="cpu"))) == [0.0]
+    assert passing_share(replace(asked(FEW_CORES), machine=replace(cpu, device="cpu"))) == 0.0
 
 
 def test_states_that_pass_go_there_once_and_back_once_in_a_step() -> None:

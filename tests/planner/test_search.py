@@ -331,7 +331,7 @@ WINDOWED = replace(DEEP, attention=tuple(AttentionShape(32, 128, None if i % 6 =
     [
         (DEEP, 8192, 79, 400, 10),
         (DEEP, 8192, 23, 400, 5),
-        (DEEP, 8192, 139, 1400, 10),
+        (DEEP, 8192, 139, 1400, 15),
         (DEEP, 8192, 23, 150, 5),
         (DEEP, 8192, 79, 150, 5),
         (DEEP, 2048, 79, 150, 10),

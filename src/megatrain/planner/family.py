@@ -23,7 +23,7 @@ from megatrain.models.spec import ModelSpec
 from megatrain.planner import changes
 from megatrain.planner.account import Question, memory_table
 from megatrain.planner.changes import Filling, changed, changed_at, steps_of
-from megatrain.planner.passing import passing_shares, spread, with_passing
+from megatrain.planner.passing import passing_share, spread, with_passing
 from megatrain.planner.room import Room, border, room_bytes
 from megatrain.planner.table import TIERS
 from megatrain.schedule.ops import Kind, Lane, Op, Place
@@ -144,7 +144,7 @@ def placed(question: Question) -> Iterator[Plan]:
     """Every plan of the family that may fit, before what is left of HBM is used up."""
     heads = (True,) if question.shapes.spec.tied else (False, True)  # a tied HEAD weighs nothing
     finest = max(1, len(question.shapes.spec.segments) // FINEST)
-    shares = passing_shares(question)
+    shares = dict.fromkeys([0.0, passing_share(question)])
     bases = product(_round_sizes(question), _inputs(question), _clip_modes(question), heads, GRAD_SLOTS, shares)
     for round_micro_batches, inputs, clip_mode, head_first, grad_slots, share in bases:
         if clip_mode == "two-pass" and (round_micro_batches < question.num_micro_batches or not head_first):
@@ -156,7 +156,8 @@ def placed(question: Question) -> Iterator[Plan]:
             continue  # one at a time; and in two passes no forward waits for updates
         streamed = _in_passes(_streamed(question, round_micro_batches, inputs), clip_mode)
         streamed = replace(streamed, grad_slots=grad_slots)
-        for num_residents in _resident_counts(question, clip_mode, finest):
+        counts = _resident_counts(question, clip_mode, finest)
+        for num_residents in counts[::2] if share else counts:  # near the best of them it matters little
             start = _with_residents(streamed, num_residents, head_first)
             start = with_passing(question, start, share) if share else start
             resident = None if start is None else _aside(question, without_idle_slots(question, start))
