@@ -53,7 +53,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def _sentence(kind: Any, detail: ErrorDetails) -> str:
     path, message = detail["loc"][1:], detail["msg"].removeprefix("Value error, ")
-    name = ".".join(map(str, path)) or "all of it"
+    name = ".".join(map(str, path)).removesuffix(".[key]") or "all of it"
     if detail["type"].startswith("missing"):
         return f"{name} is missing"
     if detail["type"] not in ("unexpected_keyword_argument", "extra_forbidden"):

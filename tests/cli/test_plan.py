@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.hardware.described import machine_names
+from megatrain.hardware.described import machine_names, read_machine, to_json
 from tests.cli.test_verbs import bits, megatrain
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -161,6 +161,20 @@ def test_a_real_step_is_laid_beside_the_simulated_one(
     bars = [rect for rect in ET.parse(picture).iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
     assert len(bars) == len(rows)
     assert {"FORWARD", "HEAD", "BACKWARD", "UPDATE", "FETCH", "DRAIN"} <= {row["kind"] for row in rows}
+
+
+def test_a_machine_whose_rates_name_no_kind_of_op_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = json.loads(to_json(read_machine("24gb-64gb")))
+    table["rates"]["scale"] = {"FORWARD": 1.1, "Backward": 1.2}
+    (tmp_path / "mine.json").write_text(json.dumps(table))
+    assert megatrain("plan", folder, "--machine", tmp_path / "mine.json") == 2
+    told = capsys.readouterr().err
+    assert "rates.scale.Backward of the machine is 1.2, but no kind of op is called so; leave it out, or name " in told
+    table["rates"]["scale"] = {"BACKWARD": 1.2}
+    (tmp_path / "mine.json").write_text(json.dumps(table))
+    assert megatrain("plan", folder, "--machine", tmp_path / "mine.json") == 0
 
 
 def test_a_plan_that_writes_more_than_allowed_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

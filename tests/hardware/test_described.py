@@ -156,6 +156,7 @@ GREEN = {"name": "GPU", "capability": [9, 0], "hbm_total_bytes": 2, "hbm_free_by
         ({"hbm_Bps": -1.0}, r"hbm_Bps is -1\.0: give a figure"),
         ({"link": NO_LINK}, r"link\.h2d_Bps is 0\.0: give a figure"),
         ({"dma_slowdown": {"add": float("nan")}}, "dma_slowdown.add is nan: input should be a finite number"),
+        ({"matmul_flops_per_s": {"fp8": 1e15}}, "matmul_flops_per_s.fp8 is 'fp8': input should be 'bf16' or 'fp32'"),
         ({"gpu": GREEN}, "unknown key 'colour'; Gpu has name, capability"),
         ({"gpu": {"name": "GPU"}}, "gpu.capability is missing"),
         ({"format": 1}, "format is 1: input should be 2; `megatrain doctor` measures anew"),

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from megatrain.errors import ConfigError
 from megatrain.hardware.described import read_machine
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
@@ -73,6 +74,16 @@ def test_what_moves_takes_its_bytes_over_the_rate_of_its_lane() -> None:
     load, spill = op_of(Kind.LOAD_STATE, disk), op_of(Kind.SPILL, disk)
     assert WORK.costs.seconds(load) == pytest.approx(RATES.op_s + 10 * BLOCK / RATES.disk_read_Bps)
     assert WORK.costs.seconds(spill) == pytest.approx(RATES.op_s + 12 * BLOCK / RATES.disk_write_Bps)
+
+
+@pytest.mark.parametrize("name", ["backward", "GRAD", ""])
+def test_a_factor_for_what_is_no_kind_of_op_is_refused(name: str) -> None:
+    """It would be left out in silence, and the step said to take as long as without it."""
+    every = Workload(SHAPES, replace(RATES, scale=dict.fromkeys(Kind, 2.0)), 4, 1024, on_cpu=False)
+    assert predict(every, PLANS[0]).work_s[Lane.H2D] == pytest.approx(2 * predict(WORK, PLANS[0]).work_s[Lane.H2D])
+    wrong = Workload(SHAPES, replace(RATES, scale={"BACKWARD": 1.5, name: 2.0}), 4, 1024, on_cpu=False)
+    with pytest.raises(ConfigError, match=rf"rates\.scale\.{name} of the machine is 2, .* one of: FETCH, FETCH_"):
+        predict(wrong, PLANS[0])
 
 
 def test_arithmetic_takes_its_flops_over_the_rate() -> None:

@@ -94,7 +94,7 @@ class Measured:
     link: Link | None = None
     dram_copy_Bps: Rate | None = None  # bytes read + bytes written
     update_params_per_s: Rate | None = None
-    matmul_flops_per_s: Mapping[str, Rate] = field(default_factory=dict)  # dtype -> sustained rate
+    matmul_flops_per_s: Mapping[Literal["bf16", "fp32"], Rate] = field(default_factory=dict)  # dtype -> sustained rate
     attention_flops_per_s: Rate | None = None  # of deterministic attention's forward on the GPU, bf16
     hbm_Bps: Rate | None = None  # bytes read + bytes written
     dma_slowdown: Mapping[str, float] = field(default_factory=dict)  # kernel -> its time during copies / alone

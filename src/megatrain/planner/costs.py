@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatrain.errors import ConfigError
 from megatrain.hardware.rates import Rates
 from megatrain.models.flops import attention_flops, block_parameters
 from megatrain.planner import sizes
@@ -58,7 +59,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class CostModel:
-    """Costs of the ops of one run.
+    """Costs of the ops of one run; ConfigError if `rates` scale what is no kind of op.
 
     `document_tokens`: length of the documents that attention meets.
     """
@@ -71,6 +72,11 @@ class CostModel:
     _block: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        for name in sorted(self.rates.scale.keys() - set(Kind)):
+            raise ConfigError(
+                f"rates.scale.{name} of the machine is {self.rates.scale[name]:g}, but no kind of op is called so; "
+                f"leave it out, or name one of: {', '.join(Kind)}"
+            )
         self._block = {block.name: index for index, block in enumerate(self.shapes.spec.blocks)}
 
     def seconds(self, op: Op) -> float:
