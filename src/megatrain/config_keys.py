@@ -47,7 +47,7 @@ class RunConfig(BaseModel):
     assistant_only_loss: bool = _key(True, "data", "train on the turns of train_roles only; false: on every token")
     train_roles: tuple[str, ...] = _key(("assistant",), "data", "roles whose turns are trained", min_length=1)
     train_batch_size: int = _key(8, "data", "rows of one optimizer step (with packing: rows of max_length)", ge=1)
-    num_train_epochs: float = _key(1.0, "optimisation", "passes over the data", gt=0)
+    num_train_epochs: float = _key(1.0, "optimisation", "passes over the data", gt=0, le=1e9)
     max_steps: int | None = _key(None, "optimisation", "optimizer steps; overrides num_train_epochs", ge=1)
     seed: int = _key(42, "data", "seed of the data order, and of NEFTune's, dropout's and routers' noise", ge=0)
 
@@ -116,7 +116,9 @@ class RunConfig(BaseModel):
     round_micro_batches: int | None = _key(
         None, "placement", "micro-batches that go through the layers together (advanced)", ge=1
     )
-    optimizer_threads: int | None = _key(None, "placement", "threads of the CPU update; null: every core", ge=1)
+    optimizer_threads: int | None = _key(
+        None, "placement", "threads of the CPU update; null: every core", ge=1, le=4096
+    )
     clip_mode: Literal["auto", "deferred", "two-pass"] = _key(
         "auto",
         "placement",

@@ -21,6 +21,7 @@ UNITS_BYTES = {
     "GB": 10**9,
     "TB": 10**12,
 }
+MOST_BYTES = 10**9 * UNITS_BYTES["TiB"]  # far more than there is, far less than a float holds
 _WRITE = f'write a size with its unit, one of {", ".join(UNITS_BYTES)}: for example "24GiB"'
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)")
 
@@ -32,6 +33,8 @@ def parse_size(value: object) -> object:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"it may not be negative; {_WRITE}" if str(value).strip().startswith("-") else _WRITE)
+    if float(match[1]) * UNITS_BYTES[match[2]] > MOST_BYTES:
+        raise ValueError(f"give at most {format_size(MOST_BYTES)}, or leave it out")
     return int(Decimal(match[1]) * UNITS_BYTES[match[2]])
 
 

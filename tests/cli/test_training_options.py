@@ -8,6 +8,7 @@ import shutil
 import statistics
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from megatrain.cli import assemble, training
 from megatrain.cli.assemble import planned, template_of
 from megatrain.cli.main import main
 from megatrain.cli.training import work_of
-from megatrain.config import read_config
+from megatrain.config import RunConfig, read_config
+from megatrain.config_values import Memory
 from megatrain.hardware.described import read_machine
 from tests.conftest import write_rows
 from tests.families import tiny_config
@@ -38,6 +40,29 @@ def steps(run: Path) -> list[dict[str, object]]:
 
 def figures(run: Path) -> list[tuple[object, ...]]:
     return [(row["loss"], row["grad_norm"], row["lr"], row["tokens"]) for row in steps(run)]
+
+
+def holds(key: str, kind: type) -> bool:
+    annotation = RunConfig.model_fields[key].annotation
+    return kind in (annotation, *get_args(annotation))
+
+
+# The largest that a config may say, of every key that holds a number.
+LARGEST = {key: "9" * 18 for key in RunConfig.model_fields if holds(key, int)}
+LARGEST |= {key: "1e308" for key in RunConfig.model_fields if holds(key, float)}
+LARGEST |= {f"memory.{key}": "9" * 400 + "TiB" for key in Memory.model_fields}
+# Of these a run may have as many as it likes: none of them is a number of things to make.
+HARMLESS = {"seed", "warmup_steps", "early_stopping_patience", "early_stopping_threshold", "loss_chunk_tokens",
+            "round_micro_batches", "logging_steps", "eval_steps", "save_steps"}  # fmt: skip
+
+
+def test_no_number_is_so_large_that_a_run_breaks(run_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sentence and exit code 2 (an OverflowError before, or a thread for each), or a run like any other."""
+    for key in LARGEST.keys() - HARMLESS - {"max_steps"}:
+        words = () if key == "num_train_epochs" else ("max_steps=1",)
+        assert megatrain("train", run_config, *words, f"{key}={LARGEST[key]}") == 2, key
+        assert capsys.readouterr().err.startswith("megatrain: "), key
+    assert megatrain("train", run_config, "max_steps=1", *(f"{key}={LARGEST[key]}" for key in HARMLESS)) == 0
 
 
 def without_batch(run_config: Path) -> Path:
