@@ -185,8 +185,10 @@ def resolved(config: RunConfig, device: Literal["cpu", "cuda"], num_cores: int) 
             "leave it out (memory.hbm= on the command line), or set memory.ram"
         )
     step_tokens = config.train_batch_size * config.max_length
-    default_tokens = min(16384 if device == "cuda" else 2048, step_tokens)
-    micro_batch_tokens = config.micro_batch_tokens or max(default_tokens, config.max_length)
+    default_tokens = max(min(16384 if device == "cuda" else 2048, step_tokens), config.max_length)
+    if config.packing:  # rows are full, so what is left beside the last whole one would be padding
+        default_tokens -= default_tokens % config.max_length
+    micro_batch_tokens = config.micro_batch_tokens or default_tokens
     if micro_batch_tokens < config.max_length:
         raise ConfigError(
             f"micro_batch_tokens is {micro_batch_tokens}, less than max_length {config.max_length}; "

@@ -97,7 +97,7 @@ class RunConfig(BaseModel):
     micro_batch_tokens: int | None = _key(
         None,
         "numerics",
-        "tokens of one micro-batch; null: 16384 on a GPU, 2048 on a CPU, a step's tokens if fewer",
+        "tokens of one micro-batch; null: whole rows up to 16384 on a GPU, 2048 on a CPU, a step's tokens if fewer",
         ge=8,
     )
     loss_chunk_tokens: int | None = _key(

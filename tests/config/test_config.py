@@ -207,6 +207,18 @@ def test_resolved_has_no_auto_and_reads_back(tmp_path: Path) -> None:
     assert long.micro_batch_tokens == 40_000
 
 
+def test_a_micro_batch_is_whole_rows_unless_a_user_says_otherwise(tmp_path: Path) -> None:
+    """Packed rows are full, so a piece of one more would be computed for nothing: 128 of 2048 tokens a micro-batch."""
+    config = read(tmp_path, BASE + "train_batch_size: 64\nmax_length: 384\n")
+    assert resolved(config, "cpu", 2).micro_batch_tokens == 5 * 384
+    assert resolved(config, "cuda", 2).micro_batch_tokens == 42 * 384
+    assert resolved(config.model_copy(update={"train_batch_size": 3}), "cuda", 2).micro_batch_tokens == 3 * 384
+    unpacked = config.model_copy(update={"packing": False})
+    assert resolved(unpacked, "cpu", 2).micro_batch_tokens == 2048, "rows that are not filled fit as they come"
+    asked = config.model_copy(update={"micro_batch_tokens": 2048})
+    assert resolved(asked, "cpu", 2).micro_batch_tokens == 2048
+
+
 def test_wishes_that_cannot_be_honoured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="micro_batch_tokens is 64, less than max_length 2048"):
         resolved(read(tmp_path, BASE + "micro_batch_tokens: 64\n"), "cpu", 2)
