@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain.config import RunConfig, resolved
-from megatrain.config_values import Memory
+from megatrain.config_values import Memory, parse_size
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
 from megatrain.models.layout import layout_of
@@ -227,6 +227,41 @@ def test_all_that_is_free_is_no_budget_to_raise() -> None:
     assert "an output_dir" not in message, "the disk has room: the run's own budget keeps it out"
     enough = message.split("memory.disk: ")[1]
     assert told(replace(ram, disk_free_bytes=TIB), disk=enough) == "None"
+
+
+@pytest.mark.parametrize("save", ["no", "steps"])  # of the disk, checkpoints alone take more than there is
+def test_another_machine_on_a_cpu_is_the_smallest_that_would_do(save: str) -> None:
+    """Not what the plan needs that was chosen for want of any that fits: it made little of RAM that is not enough."""
+    spec, config = spec_of(24, 2048), config_of("cpu", save_strategy=save)
+    small = replace(CPU, ram_available_bytes=8 * GIB, ram_total_bytes=8 * GIB, disk_free_bytes=GIB)
+
+    table = plan_run(spec, config, small)[1]
+    told = str(misfit(spec, config, small, table))
+    least_gib = float(told.split("; take a machine that has ")[1].split(" GiB free")[0])
+    assert least_gib < table.total_bytes("ram") / GIB - 2
+    kept_bytes = sum(row.num_bytes for row in table.rows if row.component.startswith("checkpoints"))
+    disk_bytes = max(GIB, kept_bytes)
+    for ram_gib, fits in ((least_gib + 0.01, True), (least_gib - 0.01, False)):
+        there = replace(small, ram_available_bytes=int(ram_gib * GIB), disk_free_bytes=disk_bytes)
+        assert (plan_run(spec, config, there)[1].overall != "NO") is fits
+
+
+@pytest.mark.parametrize(("tier", "device", "asked"), [("hbm", "cuda", "2GiB"), ("ram", "cpu", "8GiB")])
+def test_the_smallest_budget_that_would_do_does(tier: str, device: str, asked: str) -> None:
+    """Where RAM or the disk are short as well, the plan that is chosen asks less, or more, than would do."""
+    spec, machine = spec_of(24, 2048), replace(CPU, disk_free_bytes=GIB)
+    if device == "cuda":
+        machine = replace(GPU, ram_available_bytes=4 * GIB, disk_free_bytes=GIB)
+
+    def planned_with(budget: str) -> tuple[RunConfig, MemoryTable]:
+        config = config_of(device, save_strategy="no", memory=Memory(**{tier: budget}))
+        return config, plan_run(spec, config, machine)[1]
+
+    config, table = planned_with(asked)
+    told = str(misfit(spec, config, machine, table))
+    enough = told.split(f"the smallest budget that would do is memory.{tier}: ")[1].split(";")[0]
+    assert planned_with(enough)[1].overall != "NO"
+    assert planned_with(f"{int(parse_size(enough)) - sizes.MIB}B")[1].overall == "NO"
 
 
 @pytest.mark.parametrize(

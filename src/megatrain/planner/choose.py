@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from megatrain.hardware.described import likely_rates
 from megatrain.hardware.rates import Rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
-from megatrain.planner.account import Question, free_bytes, memory_table, question_of
+from megatrain.planner.account import Question, free_bytes, kept_checkpoints, memory_table, question_of
 from megatrain.planner.cheapest import search
 from megatrain.planner.family import could_fit, least_bytes
 from megatrain.planner.sizes import resolved_tokens
@@ -21,7 +22,7 @@ from megatrain.planner.table import TIERS, MemoryTable, gib
 from megatrain.schedule.plan import Plan, Tier
 
 Change = tuple[str, RunConfig]  # what a person would write, and the config with it
-ENDLESS_BYTES = 1 << 60  # of a disk that is asked what it would have to hold
+ENDLESS_BYTES = 1 << 60  # of a tier that is asked what it would have to hold
 # (micro-batch, segment) pairs of a step, whose schedule has two ops for each: a quarter of these took 13 s of one core
 # and 315 MB to build. With 120 blocks and 16,384 tokens a micro-batch they are 70 million tokens a step.
 MOST_VISITS = 1 << 19
@@ -72,13 +73,13 @@ def misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTa
             continue
         need, budget = table.total_bytes(tier), table.budgets[tier]
         fitting = [text for values in _changes(config) for text in _nearest(spec, values, machine)]
-        if tier != "disk":
-            disk_bytes = _disk_that_would_do(spec, config, machine)
-            if disk_bytes is not None:
-                fitting.append(_on_disk(disk_bytes, machine))
+        disk_bytes = None if tier == "disk" else _least(spec, config, machine, "disk")
+        if disk_bytes is not None:
+            fitting.append(_on_disk(disk_bytes, machine))
         remedy = f"; these changes would fit: {', or '.join(fitting)}" if fitting else ""
         all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""
-        way = _more_room(tier, need, machine) or _another_machine(spec, config, machine, need)
+        enough = _least(spec, config, machine, tier) or need
+        way = _more_room(tier, enough, machine) or _another_machine(spec, config, machine, enough)
         return f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; {way}{remedy}"
     return None
 
@@ -102,22 +103,38 @@ def _more_room(tier: Tier, need: int, machine: Machine) -> str | None:
 
 
 def _another_machine(spec: ModelSpec, config: RunConfig, machine: Machine, need: int) -> str:
-    """What to run on instead; `need`: of RAM, on a CPU. On a GPU: as much HBM as slots take, the rest from RAM."""
-    if machine.device == "cpu":
-        return f"take a machine that has {gib(need)} free"
+    """What to run on instead, with a disk that has room for checkpoints: these, no RAM takes. On a GPU: as much HBM as
+    slots take, the rest from RAM. `need`: what is named where this machine has as much."""
     unbound = config.model_copy(update={"memory": Memory()})
-
-    def least(tier: Tier, there: Machine) -> int | None:
-        return least_bytes(question_of(spec, unbound, there, likely_rates(there)), tier)
-
-    hbm_bytes = least("hbm", replace(machine, ram_available_bytes=ENDLESS_BYTES, disk_free_bytes=ENDLESS_BYTES))
+    asked = question_of(spec, config, machine, likely_rates(machine))
+    kept_bytes = kept_checkpoints(asked) * asked.shapes.checkpoint_bytes
+    machine = replace(machine, disk_free_bytes=max(kept_bytes, machine.disk_free_bytes))
+    if machine.device == "cpu":
+        return f"take a machine that has {gib(_least(spec, unbound, machine, 'ram') or need)} free"
+    endless = replace(machine, ram_available_bytes=ENDLESS_BYTES, disk_free_bytes=ENDLESS_BYTES)
+    hbm_bytes = _least(spec, unbound, endless, "hbm")
     assert hbm_bytes is not None, "RAM and disk are endless"
     gpu = replace(machine, hbm_free_bytes=max(hbm_bytes, machine.hbm_free_bytes))
-    ram_bytes = least("ram", gpu)
+    ram_bytes = _least(spec, unbound, gpu, "ram")
     parts = [f"a GPU that has {gib(hbm_bytes)} free"] if hbm_bytes > machine.hbm_free_bytes else []
     if ram_bytes is not None and ram_bytes > machine.ram_available_bytes:
         parts.append(f"a machine with {gib(ram_bytes)} of RAM available")
     return f"take {' in '.join(parts) or f'another, with room for {gib(need)}'}"
+
+
+def _least(spec: ModelSpec, config: RunConfig, machine: Machine, tier: Tier) -> int | None:
+    """What of `tier` would do, if the others keep to their budgets; None if nothing would."""
+    if tier != "ram":
+        return least_bytes(question_of(spec, config, machine, likely_rates(machine)), tier)
+    config = config.model_copy(update={"memory": config.memory.model_copy(update={"ram": None})})
+
+    def with_ram(num_bytes: int) -> Question:
+        return question_of(spec, config, replace(machine, ram_available_bytes=num_bytes), likely_rates(machine))
+
+    # What goes to the disk, so that there is something to spare of RAM, follows from how much there is of it.
+    most = least_bytes(with_ram(ENDLESS_BYTES), "ram")
+    enough = range(0, 0 if most is None else most * 11 // 10, sizes.MIB)
+    return None if most is None else enough[bisect_left(enough, True, key=lambda tried: could_fit(with_ram(tried)))]
 
 
 def _budget(num_bytes: int) -> str:
@@ -129,13 +146,6 @@ def _on_disk(num_bytes: int, machine: Machine) -> str:
     if num_bytes <= machine.disk_free_bytes:
         return f"memory.disk: {_budget(num_bytes)}"
     return f"an output_dir on a disk with {gib(num_bytes)} free"
-
-
-def _disk_that_would_do(spec: ModelSpec, config: RunConfig, machine: Machine) -> int | None:
-    """What must be free on a disk that takes what RAM cannot hold; None if that would not make it fit."""
-    free_config = config.model_copy(update={"memory": config.memory.model_copy(update={"disk": None})})
-    question = question_of(spec, free_config, replace(machine, disk_free_bytes=ENDLESS_BYTES), likely_rates(machine))
-    return least_bytes(question, "disk")
 
 
 def _nearest(spec: ModelSpec, values: Sequence[Change], machine: Machine) -> list[str]:
