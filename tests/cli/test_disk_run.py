@@ -115,6 +115,8 @@ def test_a_run_that_would_wear_the_drive_beyond_its_allowance_does_not_start(
     assert "the run would write" in error
     assert "(6 steps of 352 KB, the rest are checkpoints), memory.disk_max_written is 1.05 MB" in error
     assert not (tmp_path / "worn" / "metrics.jsonl").exists()
+    assert megatrain("plan", *words[1:], "max_steps=6", "memory.disk_max_written=1MiB") == 1
+    assert f"megatrain: {capsys.readouterr().out.splitlines()[-1]}\n" == error, "plan and train say the same"
     assert megatrain("plan", run_config, "--plan", plan, "max_steps=6", "memory.disk_tbw=1GB") in (0, 1)
     shown = capsys.readouterr().out
     assert "TB a day (" in shown

@@ -16,7 +16,7 @@ from megatrain.cli import chat, opened
 from megatrain.cli.opened import sources_of
 from megatrain.cli.pointed import config_of
 from megatrain.models.generate import Sampling
-from megatrain.planner import MemoryTable
+from megatrain.planner import Question
 from megatrain.schedule.plan import Plan
 
 pytestmark = pytest.mark.gpu
@@ -40,19 +40,19 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
 
 def said(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_resident: int) -> tuple[list[int], int, str]:
     """(tokens, bytes that travel for one, the line about speed) with only the first blocks at home in HBM."""
-    plan_run = opened.plan_run
+    search = opened.search
 
-    def planned(*args: object) -> tuple[Plan, MemoryTable]:
-        plan, table = plan_run(*args)
+    def streaming(question: Question) -> Plan:
+        plan = search(question)
         streamed = {"state": "ram", "weights": "pool", "grads": "pool"}
         segments = [
             replace(s, **streamed) if s.kind == "block" and int(s.name[1:]) >= num_resident else s
             for s in plan.segments
         ]
-        return replace(plan, segments=tuple(segments), weight_slots=2), table
+        return replace(plan, segments=tuple(segments), weight_slots=2)
 
     with monkeypatch.context() as patched:
-        patched.setattr(opened, "plan_run", planned)
+        patched.setattr(opened, "search", streaming)
         (source,) = sources_of(folder, [])
         talker = chat.talker_of(config_of(folder, ["device=cuda"]), source, raw=True)
     writer = talker.answer([{"role": "user", "content": PROMPT}], Sampling(NUM_TOKENS), io.StringIO())

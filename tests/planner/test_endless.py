@@ -13,12 +13,12 @@ from megatrain.hardware import Machine
 from megatrain.hardware.described import likely_rates
 from megatrain.models.flops import train_flops
 from megatrain.models.spec import ModelSpec
-from megatrain.planner import Question, misfit, plan_run, question_of, refuse_endless, search
+from megatrain.planner import Question, misfit, question_of, refuse_endless, search
 from megatrain.planner.costs import VisitCosts, content_bytes
 from megatrain.planner.prediction import step_of
 from megatrain.planner.price import price_of
 from megatrain.schedule.ops import Lane
-from tests.planner.test_planner import CPU, GIB, GPU, config_of, spec_of
+from tests.planner.test_planner import CPU, GIB, GPU, asked_of, config_of, spec_of
 
 SPEC, LARGER = spec_of(num_layers=24), spec_of(num_layers=12, hidden_size=1024)
 
@@ -32,7 +32,7 @@ def asked(config: RunConfig, spec: ModelSpec = SPEC, machine: Machine = GPU) -> 
 def test_a_step_without_end_is_refused_with_the_longest_that_would_do(device: str, rows: int) -> None:
     machine = {"cpu": CPU, "cuda": GPU}[device]
     with pytest.raises(PlanError, match=rf"^train_batch_size is {rows:,}: .* a step has [\d,]+ micro-batches") as error:
-        plan_run(SPEC, config_of(device, train_batch_size=rows), machine)
+        asked_of(SPEC, config_of(device, train_batch_size=rows), machine)
     most = re.search(r"train_batch_size to at most (\d+)", str(error.value))
     assert most is not None
     longest = int(most[1])
@@ -43,8 +43,7 @@ def test_a_step_without_end_is_refused_with_the_longest_that_would_do(device: st
 
 def test_no_change_is_proposed_that_makes_a_step_endless() -> None:
     config = config_of("cuda", train_batch_size=10**12, micro_batch_tokens=512 * 10**12)
-    _, table = plan_run(SPEC, config, GPU)
-    message = misfit(SPEC, config, GPU, table)
+    message = misfit(*asked_of(SPEC, config, GPU))
     assert message is not None
     assert "would fit" not in message
 

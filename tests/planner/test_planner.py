@@ -15,10 +15,21 @@ from megatrain.config import RunConfig, resolved
 from megatrain.config_values import Memory, parse_size
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
+from megatrain.hardware.described import likely_rates
 from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.models.spec_of import model_spec
-from megatrain.planner import MemoryTable, misfit, plan_run, refuse_misfit, sizes
+from megatrain.planner import (
+    MemoryTable,
+    Question,
+    memory_table,
+    misfit,
+    question_of,
+    refuse_endless,
+    refuse_misfit,
+    search,
+    sizes,
+)
 from megatrain.schedule.plan import Plan, validate
 from megatrain.store import SegmentStore
 
@@ -62,6 +73,19 @@ def config_of(device: str, **keys: object) -> RunConfig:
 
 def row_bytes(table: MemoryTable, *names: str) -> int:
     return sum(row.num_bytes for row in table.rows if row.component in names)
+
+
+def asked_of(spec: ModelSpec, config: RunConfig, machine: Machine) -> tuple[Question, Plan]:
+    """A question, and what the planner chooses."""
+    question = question_of(spec, config, machine, likely_rates(machine))
+    refuse_endless(question)
+    return question, search(question)
+
+
+def plan_run(spec: ModelSpec, config: RunConfig, machine: Machine) -> tuple[Plan, MemoryTable]:
+    """What the planner chooses, and its memory table."""
+    question, plan = asked_of(spec, config, machine)
+    return plan, memory_table(question, plan)
 
 
 def slots_of(spec: ModelSpec, plan: Plan, config: RunConfig, compute_bytes: int) -> int:
@@ -157,12 +181,12 @@ def test_a_full_disk_is_no_budget_to_raise() -> None:
     _, table = plan_run(spec, config, GPU)
     need = table.total_bytes("disk")
     full = replace(GPU, disk_free_bytes=need - GIB // 4)
-    message = str(misfit(spec, config, full, plan_run(spec, config, full)[1]))
+    message = str(misfit(*asked_of(spec, config, full)))
     assert "free 256.00 MiB more, or choose an output_dir on another disk; these changes would fit: " in message
     assert "memory.disk" not in message
     assert "save_strategy: no (nothing to resume from)" in message
     asked = config.model_copy(update={"memory": Memory(disk="128MiB")})
-    told = str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
+    told = str(misfit(*asked_of(spec, asked, GPU)))
     assert "the smallest budget that would do is memory.disk: " in told
 
 
@@ -173,10 +197,10 @@ def test_refusal_names_the_smallest_budget_and_the_nearest_change() -> None:
     _, table = plan_run(spec, config, small)
     assert table.overall == "NO"
     with pytest.raises(PlanError) as error:
-        refuse_misfit(spec, config, small, table)
+        refuse_misfit(*asked_of(spec, config, small))
     assert "of hbm, the budget is 5.00 GiB (all that is free); free " in str(error.value)
     asked = config.model_copy(update={"memory": Memory(hbm="5GiB")})
-    message = str(misfit(spec, asked, GPU, plan_run(spec, asked, GPU)[1]))
+    message = str(misfit(*asked_of(spec, asked, GPU)))
     assert "the budget is 5.00 GiB; " in message
     enough = int(message.split("memory.hbm: ")[1].split("MiB")[0])
     assert plan_run(spec, config, replace(GPU, hbm_free_bytes=enough << 20))[1].verdict("hbm") != "NO"
@@ -195,7 +219,7 @@ def test_rounds_that_two_passes_cannot_have_are_refused_and_never_proposed() -> 
     assert plan_run(spec, config_of("cuda", clip_mode="auto", **rounds), GPU)[0].clip_mode == "deferred"
     full = replace(GPU, hbm_free_bytes=GIB, ram_available_bytes=4 * GIB, disk_free_bytes=GIB)
     asked = config_of("cuda", clip_mode="deferred", **rounds)
-    message = str(misfit(spec, asked, full, plan_run(spec, asked, full)[1]))
+    message = str(misfit(*asked_of(spec, asked, full)))
     assert "the run needs" in message
     assert "clip_mode" not in message
 
@@ -206,7 +230,7 @@ def test_all_that_is_free_is_no_budget_to_raise() -> None:
 
     def told(machine: Machine, **memory: str) -> str:
         asked = config_of(machine.device, save_strategy="no", memory=Memory(**memory))
-        return str(misfit(spec, asked, machine, plan_run(spec, asked, machine)[1]))
+        return str(misfit(*asked_of(spec, asked, machine)))
 
     hbm = replace(GPU, hbm_free_bytes=GIB)
     message = told(hbm)
@@ -236,7 +260,7 @@ def test_another_machine_on_a_cpu_is_the_smallest_that_would_do(save: str) -> No
     small = replace(CPU, ram_available_bytes=8 * GIB, ram_total_bytes=8 * GIB, disk_free_bytes=GIB)
 
     table = plan_run(spec, config, small)[1]
-    told = str(misfit(spec, config, small, table))
+    told = str(misfit(*asked_of(spec, config, small)))
     least_gib = float(told.split("; take a machine that has ")[1].split(" GiB free")[0])
     assert least_gib < table.total_bytes("ram") / GIB - 2
     kept_bytes = sum(row.num_bytes for row in table.rows if row.component.startswith("checkpoints"))
@@ -253,15 +277,14 @@ def test_the_smallest_budget_that_would_do_does(tier: str, device: str, asked: s
     if device == "cuda":
         machine = replace(GPU, ram_available_bytes=4 * GIB, disk_free_bytes=GIB)
 
-    def planned_with(budget: str) -> tuple[RunConfig, MemoryTable]:
+    def told_with(budget: str) -> str | None:
         config = config_of(device, save_strategy="no", memory=Memory(**{tier: budget}))
-        return config, plan_run(spec, config, machine)[1]
+        return misfit(*asked_of(spec, config, machine))
 
-    config, table = planned_with(asked)
-    told = str(misfit(spec, config, machine, table))
+    told = str(told_with(asked))
     enough = told.split(f"the smallest budget that would do is memory.{tier}: ")[1].split(";")[0]
-    assert planned_with(enough)[1].overall != "NO"
-    assert planned_with(f"{int(parse_size(enough)) - sizes.MIB}B")[1].overall == "NO"
+    assert told_with(enough) is None
+    assert told_with(f"{int(parse_size(enough)) - sizes.MIB}B") is not None
 
 
 @pytest.mark.parametrize(
@@ -269,10 +292,22 @@ def test_the_smallest_budget_that_would_do_does(tier: str, device: str, asked: s
 )
 def test_every_tier_is_refused_before_a_byte_moves(tier: str, machine: Machine) -> None:
     spec, config = spec_of(8, 1024), config_of("cpu")
-    _, table = plan_run(spec, config, machine)
     with pytest.raises(PlanError, match=f"of {tier}, the budget is 1.00 GiB"):
-        refuse_misfit(spec, config, machine, table)
-    refuse_misfit(spec, config, CPU, plan_run(spec, config, CPU)[1])
+        refuse_misfit(*asked_of(spec, config, machine))
+    refuse_misfit(*asked_of(spec, config, CPU))
+
+
+def test_what_wears_the_drive_too_much_is_refused_as_what_does_not_fit_is() -> None:
+    """By one function, for `plan` and `train`; how many steps are to come may not be known."""
+    spec, config = spec_of(2, 512), config_of("cuda", memory=Memory(disk_max_written="1GB"))
+    question, plan = asked_of(spec, config, GPU)
+    refuse_misfit(question, plan)
+    refuse_misfit(question, plan, range(5000))
+    with pytest.raises(PlanError, match=r"^the run would write .*disk_max_written is 1 GB; raise it"):
+        refuse_misfit(question, plan, range(50_000))
+    refuse_misfit(question, plan, range(45_000, 50_000))
+    small = replace(question, machine=replace(GPU, disk_free_bytes=GIB // 4))
+    assert str(misfit(small, plan, range(5000))).startswith("the run needs "), "what does not fit comes first"
 
 
 def test_the_planner_starts_without_torch() -> None:
@@ -305,4 +340,4 @@ def test_a_refusal_names_the_average_where_that_is_what_does_not_fit() -> None:
     small = replace(CPU, disk_free_bytes=disk)
     table = plan_run(spec, kept, small)[1]
     assert table.overall == "NO"
-    assert "these changes would fit: ema_decay: null" in str(misfit(spec, kept, small, table))
+    assert "these changes would fit: ema_decay: null" in str(misfit(*asked_of(spec, kept, small)))

@@ -42,7 +42,7 @@ def export(asked: Export) -> int:
     changes = {"activations": "recompute", "save_strategy": "no", "ema_decay": ANY_DECAY if asked.ema else None}
     config = on_cpu(run_config(path)).model_copy(update=changes)
     run = planned(config, checkpoint.path / "model")
-    refuse_misfit(run.spec, run.config, run.machine, run.table)
+    refuse_misfit(run.question, run.plan)
     said = f"{asked.dtype}, the running average (ema_decay)" if asked.ema else asked.dtype
     readme = card(read_record(path), checkpoint.step, checkpoint.manifest, asked.kind, said).encode()
     with explained_shortage(run):

@@ -11,7 +11,7 @@ from megatrain.cli.assemble import Planned, planned, store_of
 from megatrain.cli.pointed import base_of, is_run, steps_asked
 from megatrain.config import RunConfig
 from megatrain.models.spec import ModelSpec
-from megatrain.planner import plan_run, refuse_misfit
+from megatrain.planner import memory_table, refuse_misfit, search
 from megatrain.store import SegmentStore
 
 
@@ -60,9 +60,10 @@ def planned_to_read(config: RunConfig, folder: Path, *, cache_tokens: int = 0) -
     run = planned(config.model_copy(update=changes))
     spec = without_state(run.spec)
     machine = replace(run.machine, hbm_free_bytes=run.machine.hbm_free_bytes - _cache_bytes(run, cache_tokens))
-    plan, table = plan_run(spec, run.config, machine)
-    refuse_misfit(spec, run.config, machine, table)
-    return replace(run, spec=spec, plan=plan, table=table, machine=machine)
+    run = replace(run, spec=spec, machine=machine)
+    plan = search(run.question)
+    refuse_misfit(run.question, plan)
+    return replace(run, plan=plan, table=memory_table(run.question, plan))
 
 
 def _cache_bytes(run: Planned, num_tokens: int) -> int:

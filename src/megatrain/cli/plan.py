@@ -16,7 +16,7 @@ from megatrain.hardware.described import Described, read_machine
 from megatrain.planner import misfit
 from megatrain.planner.chart import chart
 from megatrain.planner.occupancy import Level, occupancy
-from megatrain.planner.price import Price, price_of, wear_misfit
+from megatrain.planner.price import Price, price_of
 from megatrain.planner.traced import Span, calibrate, matched, read_trace, spans_of
 from megatrain.schedule.build import rounds
 from megatrain.schedule.plan import Tier
@@ -44,9 +44,7 @@ def plan(
     price = price_of(run.question, run.plan)
     if plot is not None:
         plot.write_text(picture(run, price, spans), "utf-8")
-    reason = misfit(run.spec, run.config, run.machine, run.table)
-    if reason is None and price.num_steps is not None:
-        reason = wear_misfit(run.question, run.plan, price.num_steps)
+    reason = misfit(run.question, run.plan, None if price.num_steps is None else range(price.num_steps))
     if as_json:
         print(json.dumps({**plan_json(run, price, described), "misfit": reason}, indent=1))
     else:

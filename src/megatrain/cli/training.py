@@ -32,13 +32,13 @@ from megatrain.cli.shortage import explained_shortage
 from megatrain.config import RunConfig
 from megatrain.config_run import FACTS, saved_steps
 from megatrain.data import BatchPlan, MicroBatch
-from megatrain.errors import CheckpointError, ConfigError, PlanError, UserError
+from megatrain.errors import CheckpointError, ConfigError, UserError
 from megatrain.hardware import Machine
 from megatrain.hardware.probe import matmul_flops_per_s
 from megatrain.memory import cap_device_memory
 from megatrain.models.hf_folder import read_tokenizer
 from megatrain.planner import refuse_misfit
-from megatrain.planner.price import price_of, wear_misfit
+from megatrain.planner.price import price_of
 from megatrain.train import Keeper, Outcome, Run, RunFolder, Watch, refuse_other_run, train
 from megatrain.train.metrics import Metrics, Work
 from megatrain.train.progress import display
@@ -56,7 +56,7 @@ def train_config(
     packages = load_trackers(config)
     config = localized(config)
     run = planned(config, source_of(config), plan_file=plan_file)
-    refuse_misfit(run.spec, run.config, run.machine, run.table)
+    refuse_misfit(run.question, run.plan)
     refuse_no_room(run.config, run.spec.num_parameters, run.machine.disk_free_bytes)
     with RunFolder(Path(run.config.output_dir)) as folder, explained_shortage(run):
         checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
@@ -73,9 +73,7 @@ def train_config(
             refuse_other_run(checkpoint, facts, allowed)
         num_steps, logging_steps = num_steps_of(batches), run.config.logging_steps
         start_step = _done_steps(checkpoint, num_steps)
-        worn = wear_misfit(run.question, run.plan, num_steps - start_step)
-        if worn is not None:
-            raise PlanError(worn)
+        refuse_misfit(run.question, run.plan, range(start_step, num_steps))
         plan_facts = show.plan_json(run.spec, run.plan, run.table, run.machine)
         folder.begin(run.config, plan_facts, environment(run.machine, run.config))
         folder.cut_metrics(start_step)

@@ -9,7 +9,7 @@ Must never:    allocate, run, or import torch.
 
 from megatrain.planner.account import Question, memory_table, question_of
 from megatrain.planner.cheapest import search
-from megatrain.planner.choose import misfit, plan_run, refuse_endless, refuse_misfit
+from megatrain.planner.choose import misfit, refuse_endless, refuse_misfit
 from megatrain.planner.family import least_bytes
 from megatrain.planner.prediction import Prediction, Workload, predict
 from megatrain.planner.table import MemoryRow, MemoryTable
@@ -23,7 +23,6 @@ __all__ = [
     "least_bytes",
     "memory_table",
     "misfit",
-    "plan_run",
     "predict",
     "question_of",
     "refuse_endless",

@@ -1,4 +1,4 @@
-"""Chooses a Plan, and says what would fit when nothing does. No torch."""
+"""What a person could choose instead of a plan that cannot be run: budgets, machines, small changes. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from megatrain.config_values import Memory, format_size
 from megatrain.errors import PlanError
 from megatrain.hardware import Machine
 from megatrain.hardware.described import likely_rates
-from megatrain.hardware.rates import Rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, free_bytes, kept_checkpoints, memory_table, question_of
-from megatrain.planner.cheapest import search
 from megatrain.planner.family import could_fit, least_bytes
+from megatrain.planner.price import wear_misfit
 from megatrain.planner.sizes import resolved_tokens
 from megatrain.planner.table import TIERS, MemoryTable, gib
 from megatrain.schedule.plan import Plan, Tier
@@ -26,19 +25,6 @@ ENDLESS_BYTES = 1 << 60  # of a tier that is asked what it would have to hold
 # (micro-batch, segment) pairs of a step, whose schedule has two ops for each: a quarter of these took 13 s of one core
 # and 315 MB to build. With 120 blocks and 16,384 tokens a micro-batch they are 70 million tokens a step.
 MOST_VISITS = 1 << 19
-
-
-def plan_run(
-    spec: ModelSpec, config: RunConfig, machine: Machine, rates: Rates | None = None
-) -> tuple[Plan, MemoryTable]:
-    """The Plan of a resolved config and its memory table. A NO in the table is for `refuse_misfit` to raise.
-
-    `rates`: as measured; None: those of a machine with such a device.
-    """
-    question = question_of(spec, config, machine, rates or likely_rates(machine))
-    refuse_endless(question)
-    plan = search(question)
-    return plan, memory_table(question, plan)
 
 
 def refuse_endless(question: Question) -> None:
@@ -59,29 +45,35 @@ def _most_micro_batches(question: Question) -> int:
     return MOST_VISITS // len(question.shapes.spec.segments)
 
 
-def refuse_misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTable) -> None:
-    """PlanError with what `misfit` says, if `table` says NO."""
-    reason = misfit(spec, config, machine, table)
+def refuse_misfit(question: Question, plan: Plan, steps: range | None = None) -> None:
+    """PlanError with what `misfit` says, if it says anything."""
+    reason = misfit(question, plan, steps)
     if reason is not None:
         raise PlanError(reason)
 
 
-def misfit(spec: ModelSpec, config: RunConfig, machine: Machine, table: MemoryTable) -> str | None:
-    """What does not fit, the smallest budget that would do and the nearest changes that fit; None if all fits."""
+def misfit(question: Question, plan: Plan, steps: range | None = None) -> str | None:
+    """Why `plan` cannot be run; None if it can: what does not fit, the smallest budget that would do and the nearest
+    changes that fit; or that `steps`, those to come by index, write more to the disk than they may. None: unknown."""
+    table = memory_table(question, plan)
     for tier in TIERS:
-        if table.verdict(tier) != "NO":
-            continue
-        need, budget = table.total_bytes(tier), table.budgets[tier]
-        fitting = [text for values in _changes(config) for text in _nearest(spec, values, machine)]
-        disk_bytes = None if tier == "disk" else _least(spec, config, machine, "disk")
-        if disk_bytes is not None:
-            fitting.append(_on_disk(disk_bytes, machine))
-        remedy = f"; these changes would fit: {', or '.join(fitting)}" if fitting else ""
-        all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""
-        enough = _least(spec, config, machine, tier) or need
-        way = _more_room(tier, enough, machine) or _another_machine(spec, config, machine, enough)
-        return f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; {way}{remedy}"
-    return None
+        if table.verdict(tier) == "NO":
+            return _shortage(question, table, tier)
+    return None if steps is None else wear_misfit(question, plan, len(steps))
+
+
+def _shortage(question: Question, table: MemoryTable, tier: Tier) -> str:
+    spec, config, machine = question.shapes.spec, question.config, question.machine
+    need, budget = table.total_bytes(tier), table.budgets[tier]
+    fitting = [text for values in _changes(config) for text in _nearest(spec, values, machine)]
+    disk_bytes = None if tier == "disk" else _least(spec, config, machine, "disk")
+    if disk_bytes is not None:
+        fitting.append(_on_disk(disk_bytes, machine))
+    remedy = f"; these changes would fit: {', or '.join(fitting)}" if fitting else ""
+    all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""
+    enough = _least(spec, config, machine, tier) or need
+    way = _more_room(tier, enough, machine) or _another_machine(spec, config, machine, enough)
+    return f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; {way}{remedy}"
 
 
 def _more_room(tier: Tier, need: int, machine: Machine) -> str | None:
