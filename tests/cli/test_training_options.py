@@ -7,6 +7,7 @@ import re
 import shutil
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -20,6 +21,7 @@ from megatrain.cli.main import main
 from megatrain.cli.training import work_of
 from megatrain.config import RunConfig, read_config
 from megatrain.config_values import Memory
+from megatrain.engine.trace import Trace
 from megatrain.hardware.described import read_machine
 from tests.conftest import write_rows
 from tests.families import tiny_config
@@ -63,6 +65,27 @@ def test_no_number_is_so_large_that_a_run_breaks(run_config: Path, capsys: pytes
         assert megatrain("train", run_config, *words, f"{key}={LARGEST[key]}") == 2, key
         assert capsys.readouterr().err.startswith("megatrain: "), key
     assert megatrain("train", run_config, "max_steps=1", *(f"{key}={LARGEST[key]}" for key in HARMLESS)) == 0
+
+
+def test_the_trace_of_a_step_is_written_when_its_time_is_taken(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some thousand ops, a line each, are no part of the step, nor of the next."""
+    write = Trace.write
+
+    def slow(trace: Trace, path: Path) -> None:
+        time.sleep(30.0)
+        write(trace, path)
+
+    waited_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited_s.append)
+    passed_s = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: passed_s() + sum(waited_s))
+    monkeypatch.setattr(Trace, "write", slow)
+    assert megatrain("train", run_config, "max_steps=5", "eval_steps=5", "save_steps=5") == 0
+    assert (tmp_path / "run/trace.jsonl").stat().st_size > 0
+    assert 30.0 in waited_s
+    assert max(float(str(row["step_s"])) for row in steps(tmp_path / "run")) < 30.0
 
 
 def without_batch(run_config: Path) -> Path:

@@ -93,9 +93,9 @@ def train(run: Run) -> Outcome:
             batch = run.data.step(step - 1)
             hyper = hyper_of(config, schedule, step - 1)
             result = run.engine.train_step(token_batches(batch.micro_batches), batch.num_supervised, hyper, step)
+            run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
             if step == min(run.start_step + TRACED_STEP, run.num_steps):
                 run.engine.trace.write(run.trace)
-            run.metrics.step(step, batch, hyper.learning_rate, result, time.perf_counter() - started)
             skipped = 0 if result.applied else skipped + 1
             if skipped:
                 stop_or_skip(run, step, batch, result)
