@@ -113,7 +113,7 @@ def test_a_run_that_would_wear_the_drive_beyond_its_allowance_does_not_start(
     assert megatrain(*words, "memory.disk_max_written=1MiB") == 2
     error = capsys.readouterr().err
     assert "the run would write" in error
-    assert "(6 steps of 352 KB, the rest are checkpoints), memory.disk_max_written is 1.05 MB" in error
+    assert "(6 steps of 352 KB, the rest is loading and checkpoints), memory.disk_max_written is 1.05 MB" in error
     assert not (tmp_path / "worn" / "metrics.jsonl").exists()
     assert megatrain("plan", *words[1:], "max_steps=6", "memory.disk_max_written=1MiB") == 1
     assert f"megatrain: {capsys.readouterr().out.splitlines()[-1]}\n" == error, "plan and train say the same"

@@ -24,7 +24,7 @@ from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec
 from megatrain.optim import AdamW
 from megatrain.planner.account import home_rows
-from megatrain.planner.landing import extents_of, landing_bytes
+from megatrain.planner.landing import extents_of, landing_bytes, loaded_bytes
 from megatrain.planner.ledger import Entries, Ledger
 from megatrain.planner.sizes import Shapes
 from megatrain.schedule.plan import Plan, SegmentPlan
@@ -211,6 +211,30 @@ def test_damage_on_disk_is_told_with_segment_and_kind(tmp_path: Path, monkeypatc
 
 
 # ---- files
+
+
+@pytest.mark.parametrize("homes", [ALL, SOME], ids=["all", "some"])
+def test_what_loading_writes_to_the_disk_is_known_beforehand(
+    tmp_path: Path, precision: Precision, homes: dict[str, tuple[str, str]]
+) -> None:
+    """Each home there, once: of a new run without moments, which are zeros, of one that goes on with them."""
+    source, config = random_store(precision), tiny_config()
+    write_hf_folder(tmp_path / "base", source, SPEC, config, None, dtype=torch.float32)
+    (tmp_path / "run").mkdir()
+    writer = CheckpointWriter(tmp_path / "run", source, SPEC, config, None, keep=2, run_facts={})
+    save_checkpoint(writer, 3, lambda write: [write(segment) for segment in NAMES], {"step": 3})  # type: ignore[arg-type]
+    checkpoint = load_checkpoint(tmp_path / "run", "auto")
+    assert checkpoint is not None
+    for resumed in (False, True):
+        store = disk_store(tmp_path, precision, homes)
+        if resumed:
+            restore(store, checkpoint)
+        else:
+            load_weights(tmp_path / "base", store, SPEC)
+        said = loaded_bytes(plan_of(SPEC, homes), store.layouts, 2 if precision == "bf16" else 4, resumed=resumed)
+        assert store.disk is not None
+        assert 0 < said == store.disk.file.written_bytes
+        store.close()
 
 
 def test_load_save_resume_and_export_are_those_of_homes_in_ram(tmp_path: Path, precision: Precision):

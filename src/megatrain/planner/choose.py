@@ -59,7 +59,7 @@ def misfit(question: Question, plan: Plan, steps: range | None = None) -> str | 
     for tier in TIERS:
         if table.verdict(tier) == "NO":
             return _shortage(question, table, tier)
-    return None if steps is None else wear_misfit(question, plan, len(steps))
+    return None if steps is None else wear_misfit(question, plan, steps)
 
 
 def _shortage(question: Question, table: MemoryTable, tier: Tier) -> str:

@@ -37,5 +37,11 @@ def extents_of(segment: SegmentPlan, layout: Layout, compute_bytes: int) -> tupl
     return tuple(found)
 
 
+def loaded_bytes(plan: Plan, layouts: Mapping[str, Layout], compute_bytes: int, *, resumed: bool) -> int:
+    """What loading a model writes to the disk: every home there, once; moments of a new run are zeros by themselves."""
+    homes = chain.from_iterable(extents_of(segment, layouts[segment.name], compute_bytes) for segment in plan.segments)
+    return sum(num_bytes for kind, num_bytes in homes if resumed or kind not in ("m", "v"))
+
+
 def _pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

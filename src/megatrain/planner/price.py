@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatrain.models.flops import train_flops
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, kept_checkpoints
+from megatrain.planner.landing import loaded_bytes
 from megatrain.planner.prediction import Prediction, predict
 from megatrain.planner.table import clock, decimal, figure, gib
 from megatrain.schedule.plan import Plan
@@ -26,7 +27,7 @@ class Price:
     checkpoints: int  # on disk at one time, at most
     step_written_bytes: int  # to the disk, by a step itself
     num_steps: int | None
-    run_written_bytes: int | None  # to the disk, with all checkpoints
+    run_written_bytes: int | None  # to the disk, with loading and all checkpoints
     disk_tbw_bytes: int | None  # what the drive is rated for, if that is known
 
     @property
@@ -90,17 +91,10 @@ class Price:
             "bound_share": self.prediction.bound_share,
             "critical_path_s": critical,
             "rates": self.rates_source,
-            "step_tokens": self.step_tokens,
             "tokens_per_s": self.tokens_per_s,
-            "model_flops": self.model_flops,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "checkpoints": self.checkpoints,
-            "step_written_bytes": self.step_written_bytes,
-            "num_steps": self.num_steps,
             "run_s": self.run_s,
-            "run_written_bytes": self.run_written_bytes,
             "day_written_bytes": self.day_written_bytes,
-            "disk_tbw_bytes": self.disk_tbw_bytes,
+            **{key: value for key, value in vars(self).items() if key not in ("prediction", "rates_source")},
         }
 
 
@@ -117,28 +111,29 @@ def price_of(question: Question, plan: Plan) -> Price:
         checkpoints=kept_checkpoints(question),
         step_written_bytes=sizes.step_written_bytes(shapes, plan),
         num_steps=steps,
-        run_written_bytes=None if steps is None else run_written_bytes(question, plan, steps),
+        run_written_bytes=None if steps is None else run_written_bytes(question, plan, range(steps)),
         disk_tbw_bytes=config.memory.disk_tbw,
     )
 
 
-def run_written_bytes(question: Question, plan: Plan, num_steps: int) -> int:
-    """What `num_steps` write to the disk: state and weights that live there, and all checkpoints or the model alone."""
+def run_written_bytes(question: Question, plan: Plan, steps: range) -> int:
+    """What `steps`, those to come by index, write to the disk: state and weights that live there, when they are loaded
+    and in each step, and all checkpoints or the model alone."""
     config, shapes = question.config, question.shapes
-    written = num_steps * sizes.step_written_bytes(shapes, plan)
+    written = loaded_bytes(plan, shapes.layouts, shapes.compute_bytes, resumed=steps.start > 0)
+    written += len(steps) * sizes.step_written_bytes(shapes, plan)
     if config.save_strategy == "no":
         return written + sum(sizes.weights_bytes(shapes, name) for name in shapes.layouts)
-    return written + -(-num_steps // config.save_steps) * shapes.checkpoint_bytes
+    return written + -(-len(steps) // config.save_steps) * shapes.checkpoint_bytes
 
 
-def wear_misfit(question: Question, plan: Plan, num_steps: int) -> str | None:
-    """Why `num_steps` write too much, if that is more than memory.disk_max_written allows."""
-    limit = question.config.memory.disk_max_written
-    written = run_written_bytes(question, plan, num_steps)
+def wear_misfit(question: Question, plan: Plan, steps: range) -> str | None:
+    """Why `steps` write too much, if that is more than memory.disk_max_written allows."""
+    limit, written = question.config.memory.disk_max_written, run_written_bytes(question, plan, steps)
     if limit is None or written <= limit:
         return None
     step_bytes = sizes.step_written_bytes(question.shapes, plan)
-    share = f"{num_steps:,} steps of {decimal(step_bytes)}, the rest are checkpoints"
+    share = f"{len(steps):,} steps of {decimal(step_bytes)}, the rest is loading and checkpoints"
     return (
         f"the run would write {decimal(written)} to the disk ({share}), memory.disk_max_written is {decimal(limit)}; "
         "raise it, give more memory.ram so that less lives on disk, or save less often (save_steps)"
