@@ -116,9 +116,7 @@ class RunConfig(BaseModel):
     round_micro_batches: int | None = _key(
         None, "placement", "micro-batches that go through the layers together (advanced)", ge=1
     )
-    optimizer_threads: int | None = _key(
-        None, "placement", "threads of the CPU update; null: every core", ge=1, le=4096
-    )
+    optimizer_threads: int | None = _key(None, "placement", "threads of the CPU update; null: all cores", ge=1, le=4096)
     clip_mode: Literal["auto", "deferred", "two-pass"] = _key(
         "auto",
         "placement",

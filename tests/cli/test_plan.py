@@ -177,6 +177,19 @@ def test_a_machine_whose_rates_name_no_kind_of_op_is_refused(
     assert megatrain("plan", folder, "--machine", tmp_path / "mine.json") == 0
 
 
+def test_a_plan_file_that_does_not_fit_is_what_the_advice_is_about(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert megatrain("plan", folder, "--machine", "h200-125gb", "--json") == 0
+    (tmp_path / "roomy.json").write_text(capsys.readouterr().out)
+    words = ("plan", folder, "--machine", "24gb-64gb", "memory.hbm=4GiB", "--plan", tmp_path / "roomy.json")
+    assert megatrain(*words) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"by --plan {tmp_path}/roomy.json the run needs ")
+    assert last.endswith("; or leave --plan out: the planner's own plan fits")
+    assert megatrain(*words[:-2]) == 0
+
+
 def test_a_plan_that_writes_more_than_allowed_does_not_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", folder, "--machine", "24gb-64gb", "max_steps=1000")
     assert megatrain(*words, "memory.disk_max_written=10TB") == 0

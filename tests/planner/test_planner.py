@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -308,6 +309,29 @@ def test_what_wears_the_drive_too_much_is_refused_as_what_does_not_fit_is() -> N
     refuse_misfit(question, plan, range(45_000, 50_000))
     small = replace(question, machine=replace(GPU, disk_free_bytes=GIB // 4))
     assert str(misfit(small, plan, range(5000))).startswith("the run needs "), "what does not fit comes first"
+
+
+def test_where_a_plan_file_does_not_fit_the_advice_is_about_it() -> None:
+    """Smaller micro-batches, or a disk, would fit a plan of the planner's; what the file says they leave as it is."""
+    spec, config = spec_of(24, 2048), config_of("cuda", train_batch_size=64, save_strategy="no")
+    roomy, ram = asked_of(spec, config, GPU)[1], replace(GPU, ram_available_bytes=64 * GIB)
+
+    def told(machine: Machine, plan: Plan = roomy, **memory: str) -> str:
+        question, _ = asked_of(spec, config.model_copy(update={"memory": Memory(**memory)}), machine)
+        return str(misfit(question, plan, plan_file=Path("mine.json")))
+
+    assert told(GPU) == "None"
+    message = told(ram, hbm="20GiB")
+    assert message.startswith("by --plan mine.json the run needs ")
+    assert message.endswith("; or leave --plan out: the planner's own plan fits")
+    assert "would fit" not in message
+    enough = message.split("the smallest budget that would do is memory.hbm: ")[1].split(";")[0]
+    assert told(ram, hbm=enough) == "None"
+    message = told(replace(ram, hbm_total_bytes=8 * GIB, hbm_free_bytes=8 * GIB))
+    assert "; let less of it live there; or leave --plan out: the planner's own plan fits" in message
+    nothing = replace(ram, hbm_free_bytes=GIB)
+    own = str(misfit(*asked_of(spec, config, nothing)))
+    assert told(nothing).endswith(f"; or leave --plan out: {own}"), "no plan fits: then what would"
 
 
 def test_the_planner_starts_without_torch() -> None:

@@ -44,7 +44,7 @@ def plan(
     price = price_of(run.question, run.plan)
     if plot is not None:
         plot.write_text(picture(run, price, spans), "utf-8")
-    reason = misfit(run.question, run.plan, None if price.num_steps is None else range(price.num_steps))
+    reason = misfit(run.question, run.plan, None if price.num_steps is None else range(price.num_steps), plan_file)
     if as_json:
         print(json.dumps({**plan_json(run, price, described), "misfit": reason}, indent=1))
     else:

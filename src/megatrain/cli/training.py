@@ -56,7 +56,7 @@ def train_config(
     packages = load_trackers(config)
     config = localized(config)
     run = planned(config, source_of(config), plan_file=plan_file)
-    refuse_misfit(run.question, run.plan)
+    refuse_misfit(run.question, run.plan, plan_file=plan_file)
     refuse_no_room(run.config, run.spec.num_parameters, run.machine.disk_free_bytes)
     with RunFolder(Path(run.config.output_dir)) as folder, explained_shortage(run):
         checkpoint = _checkpoint_of(folder, run.config, allowed, must_resume=must_resume)
@@ -73,7 +73,7 @@ def train_config(
             refuse_other_run(checkpoint, facts, allowed)
         num_steps, logging_steps = num_steps_of(batches), run.config.logging_steps
         start_step = _done_steps(checkpoint, num_steps)
-        refuse_misfit(run.question, run.plan, range(start_step, num_steps))
+        refuse_misfit(run.question, run.plan, range(start_step, num_steps), plan_file)
         plan_facts = show.plan_json(run.spec, run.plan, run.table, run.machine)
         folder.begin(run.config, plan_facts, environment(run.machine, run.config))
         folder.cut_metrics(start_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from megatrain.config import RunConfig
 from megatrain.config_values import Memory, format_size
@@ -14,6 +15,7 @@ from megatrain.hardware.described import likely_rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
 from megatrain.planner.account import Question, free_bytes, kept_checkpoints, memory_table, question_of
+from megatrain.planner.cheapest import search
 from megatrain.planner.family import could_fit, least_bytes
 from megatrain.planner.price import wear_misfit
 from megatrain.planner.sizes import resolved_tokens
@@ -45,35 +47,42 @@ def _most_micro_batches(question: Question) -> int:
     return MOST_VISITS // len(question.shapes.spec.segments)
 
 
-def refuse_misfit(question: Question, plan: Plan, steps: range | None = None) -> None:
+def refuse_misfit(question: Question, plan: Plan, steps: range | None = None, plan_file: Path | None = None) -> None:
     """PlanError with what `misfit` says, if it says anything."""
-    reason = misfit(question, plan, steps)
+    reason = misfit(question, plan, steps, plan_file)
     if reason is not None:
         raise PlanError(reason)
 
 
-def misfit(question: Question, plan: Plan, steps: range | None = None) -> str | None:
+def misfit(question: Question, plan: Plan, steps: range | None = None, plan_file: Path | None = None) -> str | None:
     """Why `plan` cannot be run; None if it can: what does not fit, the smallest budget that would do and the nearest
-    changes that fit; or that `steps`, those to come by index, write more to the disk than they may. None: unknown."""
+    changes that fit; or that `steps`, those to come by index, write more to the disk than they may. None: unknown.
+
+    `plan_file`: where `plan` was read from; advice is about that plan, and what leaving it to the planner would do.
+    """
     table = memory_table(question, plan)
-    for tier in TIERS:
-        if table.verdict(tier) == "NO":
-            return _shortage(question, table, tier)
-    return None if steps is None else wear_misfit(question, plan, steps)
+    short: list[Tier] = [tier for tier in TIERS if table.verdict(tier) == "NO"]
+    reason = _shortage(question, table, short[0], plan_file is None) if short else wear_misfit(question, plan, steps)
+    if reason is None or plan_file is None:
+        return reason
+    own = misfit(question, search(question), steps) or "the planner's own plan fits"
+    return f"by --plan {plan_file} {reason}; or leave --plan out: {own}"
 
 
-def _shortage(question: Question, table: MemoryTable, tier: Tier) -> str:
+def _shortage(question: Question, table: MemoryTable, tier: Tier, is_chosen: bool) -> str:
     spec, config, machine = question.shapes.spec, question.config, question.machine
     need, budget = table.total_bytes(tier), table.budgets[tier]
+    all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""
+    what = f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}"
+    if not is_chosen:  # what another plan would take, or take less of, changes nothing
+        return f"{what}; {_more_room(tier, need, machine) or 'let less of it live there'}"
     fitting = [text for values in _changes(config) for text in _nearest(spec, values, machine)]
     disk_bytes = None if tier == "disk" else _least(spec, config, machine, "disk")
-    if disk_bytes is not None:
-        fitting.append(_on_disk(disk_bytes, machine))
+    fitting += [] if disk_bytes is None else [_on_disk(disk_bytes, machine)]
     remedy = f"; these changes would fit: {', or '.join(fitting)}" if fitting else ""
-    all_there_is = " (all that is free)" if budget == free_bytes(machine)[tier] else ""
     enough = _least(spec, config, machine, tier) or need
     way = _more_room(tier, enough, machine) or _another_machine(spec, config, machine, enough)
-    return f"the run needs {gib(need)} of {tier}, the budget is {gib(budget)}{all_there_is}; {way}{remedy}"
+    return f"{what}; {way}{remedy}"
 
 
 def _more_room(tier: Tier, need: int, machine: Machine) -> str | None:

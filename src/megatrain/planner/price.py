@@ -127,14 +127,14 @@ def run_written_bytes(question: Question, plan: Plan, steps: range) -> int:
     return written + -(-len(steps) // config.save_steps) * shapes.checkpoint_bytes
 
 
-def wear_misfit(question: Question, plan: Plan, steps: range) -> str | None:
-    """Why `steps` write too much, if that is more than memory.disk_max_written allows."""
-    limit, written = question.config.memory.disk_max_written, run_written_bytes(question, plan, steps)
-    if limit is None or written <= limit:
+def wear_misfit(question: Question, plan: Plan, steps: range | None) -> str | None:
+    """Why `steps` write too much, if that is more than memory.disk_max_written allows. None: unknown how many."""
+    limit = question.config.memory.disk_max_written
+    if steps is None or limit is None or (written := run_written_bytes(question, plan, steps)) <= limit:
         return None
     step_bytes = sizes.step_written_bytes(question.shapes, plan)
     share = f"{len(steps):,} steps of {decimal(step_bytes)}, the rest is loading and checkpoints"
     return (
         f"the run would write {decimal(written)} to the disk ({share}), memory.disk_max_written is {decimal(limit)}; "
-        "raise it, give more memory.ram so that less lives on disk, or save less often (save_steps)"
+        "raise it, let less live on disk (more memory.ram, where the planner chooses), or save less often (save_steps)"
     )
