@@ -100,7 +100,9 @@ def _small(question: Question) -> Iterator[Plan]:
             continue
         streamed = _in_passes(_streamed(question, size, inputs), clip_mode)
         for num_residents in _resident_counts(question, clip_mode, least=1):
-            yield from _with_disk(question, without_idle_slots(question, _with_residents(streamed, num_residents)))
+            resident = without_idle_slots(question, _with_residents(streamed, num_residents))
+            yield from _with_disk(question, resident)
+            yield from (resident, _all_on_disk(resident))  # with less to spare than it asks for
 
 
 def _inputs(question: Question) -> list[Activations]:
@@ -234,6 +236,14 @@ def _with_disk(question: Question, plan: Plan) -> Iterator[Plan]:
         yield spilled or plan
         if spilled is None:
             return  # more of them need more
+
+
+def _all_on_disk(plan: Plan) -> Plan:
+    """`plan` with all that is not in HBM on disk, through one landing slot."""
+    away = [index for index, segment in enumerate(plan.segments) if segment.state != "hbm"]
+    trained = [index for index in away if plan.segments[index].trainable]
+    plan = changed_at(changed_at(plan, trained, changes.STATE_ON_DISK), away, changes.WEIGHTS_ON_DISK)
+    return replace(plan, disk_slots=1 if away else 0)
 
 
 def _spilled(question: Question, plan: Plan, disk_slots: int) -> Plan | None:
