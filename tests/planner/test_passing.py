@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megatrain.cli.show import plan_lines
 from megatrain.hardware.described import read_machine
 from megatrain.hardware.rates import Rates
 from megatrain.planner import Question, memory_table, predict, search
@@ -72,6 +73,15 @@ def test_what_passes_is_within_the_budget_and_can_be_followed() -> None:
         slots = next(row for row in table.rows if row.component == "shared state slots")
         largest = max(here.shapes.segment_bytes[s.name][1] for s in plan.segments if s.streams_state)
         assert slots.num_bytes == 2 * largest
+
+
+def test_plan_says_what_passes() -> None:
+    here = asked(FEW_CORES)
+    plan, still = search(here), on_host(here)
+    count = sum(segment.streams_state for segment in plan.segments)
+    said, nothing = ("\n".join(plan_lines(DEEP, p, memory_table(here, p))) for p in (plan, still))
+    assert f", {count} segments are updated on the GPU and go home to RAM" in said
+    assert "updated on the GPU" not in nothing
 
 
 def test_nothing_passes_where_the_forward_pass_hides_the_updates() -> None:

@@ -294,6 +294,32 @@ def test_the_smallest_budget_that_would_do_does(tier: str, device: str, asked: s
     assert plan_run(spec, asked_with, machine)[1].verdict(tier) == "TIGHT", "what leaves something to spare is more"
 
 
+def test_where_two_tiers_are_short_what_both_must_be_is_named() -> None:
+    """No budget of one is called enough. (It was what the chosen plan needs, and more the next time.)"""
+    machine = replace(GPU, ram_available_bytes=int(1.1 * GIB), disk_free_bytes=GIB, hbm_free_bytes=8 * GIB)
+    spec = spec_of(1, 256)
+    told = str(misfit(*asked_of(spec, config_of("cuda", memory=Memory(hbm="392MiB")), machine)))
+    assert "smallest budget" not in told
+    words = told.split("more of hbm alone would not do: it takes ")[1].split(", whose budget is 1.10 GiB")[0]
+    hbm, ram = words.removesuffix(" of ram").split(" of hbm and ")
+    enough = replace(machine, ram_available_bytes=int(parse_size(ram)))
+    assert misfit(*asked_of(spec, config_of("cuda", memory=Memory(hbm=hbm)), enough)) is None
+    for less_hbm, less_ram in ((sizes.MIB, 0), (0, sizes.MIB)):
+        short = replace(machine, ram_available_bytes=int(parse_size(ram)) - less_ram)
+        config = config_of("cuda", memory=Memory(hbm=f"{int(parse_size(hbm)) - less_hbm}B"))
+        assert misfit(*asked_of(spec, config, short)) is not None
+
+
+def test_a_larger_disk_is_named_with_the_budget_that_keeps_the_run_from_it() -> None:
+    machine = replace(CPU, ram_available_bytes=8 * GIB, disk_free_bytes=GIB)
+    spec, asked = spec_of(24, 2048), config_of("cpu", save_strategy="no", memory=Memory(disk="512MiB"))
+    told = str(misfit(*asked_of(spec, asked, machine)))
+    room, budget = told.split("an output_dir on a disk with ")[1].split(" free and memory.disk: ")
+    there = replace(machine, disk_free_bytes=int((float(room.split()[0]) + 0.01) * GIB))
+    asked = config_of("cpu", save_strategy="no", memory=Memory(disk=budget.split(",")[0].split(";")[0]))
+    assert misfit(*asked_of(spec, asked, there)) is None
+
+
 @pytest.mark.parametrize(
     ("tier", "machine"), [("ram", replace(CPU, ram_available_bytes=GIB)), ("disk", replace(CPU, disk_free_bytes=GIB))]
 )

@@ -225,8 +225,9 @@ def test_what_loading_writes_to_the_disk_is_known_beforehand(
     save_checkpoint(writer, 3, lambda write: [write(segment) for segment in NAMES], {"step": 3})  # type: ignore[arg-type]
     checkpoint = load_checkpoint(tmp_path / "run", "auto")
     assert checkpoint is not None
-    for resumed in (False, True):
-        store = disk_store(tmp_path, precision, homes)
+    for resumed, extra_state in ((False, ()), (True, ()), (False, ("ema",)), (True, ("ema",))):  # averages begin anew
+        layouts = [layout_of(segment, extra_state) for segment in SPEC.segments]
+        store = SegmentStore(layouts, precision, plan_of(SPEC, homes), torch.device("cpu"), tmp_path)
         if resumed:
             restore(store, checkpoint)
         else:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import Tensor
+from collections.abc import Iterator
 
 from megatrain.checkpoint.commit import Checkpoint
 from megatrain.checkpoint.fs import BLOCK_BYTES
-from megatrain.models.layout import Entry
+from megatrain.models.layout import Entry, Layout
 from megatrain.store import SegmentStore
 
 KIND = "ema"
@@ -21,25 +19,28 @@ def has_average(checkpoint: Checkpoint) -> bool:
 
 
 def start_averages(store: SegmentStore) -> None:
-    """The averages begin at the masters that are in `store`."""
-    _set_masters(store, store.master)
+    """The averages begin at the masters that are in `store`; of what lives on the disk nothing else is written."""
+    for segment, layout in store.layouts.items():
+        with store.visit(segment, "w", "lo", KIND):
+            for entry, start, stop in _pieces(layout):
+                piece = store.master(segment, entry, start, stop)
+                store.flat(segment, KIND)[entry.offset + start : entry.offset + stop].copy_(piece)
+            if KIND in store.on_disk(segment):
+                store.spill(segment, {KIND: 0})  # where a visit has it
 
 
 def take_averages(store: SegmentStore) -> None:
     """Puts the averages in the masters' place: what is written from `store` from now on is the averaged model."""
-
-    def average(segment: str, entry: Entry, start: int, stop: int) -> Tensor:
-        return store.flat(segment, KIND)[entry.offset + start : entry.offset + stop].cpu()
-
-    _set_masters(store, average)
-
-
-def _set_masters(store: SegmentStore, values: Callable[[str, Entry, int, int], Tensor]) -> None:
-    """Sets every trained tensor, piece by piece, to `values(segment, entry, start, stop)`, and its average too."""
     for segment, layout in store.layouts.items():
         with store.visit(segment, "w", "lo", KIND, write=True):
-            for entry in layout.entries:
-                end = entry.tensor.num_elements if entry.tensor.trainable else 0
-                for start in range(0, end, CHUNK_ELEMENTS):
-                    piece = values(segment, entry, start, min(start + CHUNK_ELEMENTS, end))
-                    store.set_master(segment, entry, piece, start)
+            for entry, start, stop in _pieces(layout):
+                average = store.flat(segment, KIND)[entry.offset + start : entry.offset + stop].cpu()
+                store.set_master(segment, entry, average, start)
+
+
+def _pieces(layout: Layout) -> Iterator[tuple[Entry, int, int]]:
+    """(Entry, start, stop) of every piece of every trained tensor."""
+    for entry in layout.entries:
+        end = entry.tensor.num_elements if entry.tensor.trainable else 0
+        for start in range(0, end, CHUNK_ELEMENTS):
+            yield entry, start, min(start + CHUNK_ELEMENTS, end)

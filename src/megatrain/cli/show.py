@@ -53,6 +53,9 @@ def plan_lines(spec: ModelSpec, plan: Plan, table: MemoryTable) -> list[str]:
     blocks = f"{streaming} blocks stream through {plan.weight_slots} slots, {resident} stay in HBM"
     if plan.clip_mode == "two-pass":
         blocks += ", two passes (gradients have no home)"
+    passing = sum(segment.streams_state for segment in plan.segments)
+    if passing:
+        blocks += f", {passing} segments are updated on the GPU and go home to RAM"
     on_disk = sum(segment.state_on_disk or segment.weights_on_disk for segment in plan.segments)
     if on_disk:
         blocks += f", {on_disk} segments live on disk"

@@ -24,6 +24,7 @@ KIND_COLOURS = {
     "HEAD": "#db2777",
     "UPDATE": "#ea580c",
     "FETCH": "#0891b2",
+    "FETCH_STATE": "#0e7490",
     "DRAIN": "#16a34a",
     "STORE_STATE": "#65a30d",
     "LOAD_STATE": "#ca8a04",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from megatrain.planner.table import TIERS, MemoryTable, gib
 from megatrain.schedule.plan import Plan, Tier
 
 Change = tuple[str, RunConfig]  # what a person would write, and the config with it
+FREE: Mapping[Tier, str] = {"hbm": "hbm_free_bytes", "ram": "ram_available_bytes", "disk": "disk_free_bytes"}
 ENDLESS_BYTES = 1 << 60  # of a tier that is asked what it would have to hold
 # (micro-batch, segment) pairs of a step, whose schedule has two ops for each: a quarter of these took 13 s of one core
 # and 315 MB to build. With 120 blocks and 16,384 tokens a micro-batch they are 70 million tokens a step.
@@ -78,11 +79,40 @@ def _shortage(question: Question, table: MemoryTable, tier: Tier, is_chosen: boo
         return f"{what}; {_more_room(tier, need, machine) or 'let less of it live there'}"
     fitting = [text for values in _changes(config) for text in _nearest(spec, values, machine)]
     disk_bytes = None if tier == "disk" else _least(spec, config, machine, "disk")
-    fitting += [] if disk_bytes is None else [_on_disk(disk_bytes, machine)]
+    fitting += [] if disk_bytes is None else [_on_disk(disk_bytes, config, machine)]
     remedy = f"; these changes would fit: {', or '.join(fitting)}" if fitting else ""
-    enough = _least(spec, config, machine, tier) or need
-    way = _more_room(tier, enough, machine) or _another_machine(spec, config, machine, enough)
-    return f"{what}; {way}{remedy}"
+    enough = _least(spec, config, machine, tier)
+    beside = _beside(spec, config, machine, tier, table.budgets) if enough is None else None
+    if beside is not None:
+        return f"{what}; {beside}{remedy}"
+    way = _more_room(tier, enough, machine) if enough is not None else None
+    return f"{what}; {way or _another_machine(spec, config, machine, enough or need)}{remedy}"
+
+
+def _beside(
+    spec: ModelSpec, config: RunConfig, machine: Machine, tier: Tier, budgets: Mapping[Tier, int]
+) -> str | None:
+    """What would do of `tier`, of which there is as much here, and of another one, where no more of `tier` would do
+    alone; None if not even two would."""
+    for other in TIERS:
+        if other == tier or (other == "hbm" and machine.device == "cpu"):
+            continue
+        enough = _least(spec, *_given(config, machine, other, ENDLESS_BYTES), tier)
+        if enough is None or not budgets[tier] < enough <= free_bytes(machine)[tier]:
+            continue
+        beside = _least(spec, *_given(config, machine, tier, enough), other)
+        if beside is not None:
+            return (
+                f"more of {tier} alone would not do: it takes {_budget(enough)} of {tier} and {_budget(beside)} of "
+                f"{other}, whose budget is {gib(budgets[other])}"
+            )
+    return None
+
+
+def _given(config: RunConfig, machine: Machine, tier: Tier, num_bytes: int) -> tuple[RunConfig, Machine]:
+    """A machine with so many bytes of `tier` free, and all of them for the run."""
+    memory = config.memory.model_copy(update={tier: None})
+    return config.model_copy(update={"memory": memory}), replace(machine, **{FREE[tier]: num_bytes})
 
 
 def _more_room(tier: Tier, need: int, machine: Machine) -> str | None:
@@ -127,10 +157,9 @@ def _least(spec: ModelSpec, config: RunConfig, machine: Machine, tier: Tier) -> 
     """What of `tier` would do, if the others keep to their budgets; None if nothing would."""
     if tier != "ram":
         return least_bytes(question_of(spec, config, machine, likely_rates(machine)), tier)
-    config = config.model_copy(update={"memory": config.memory.model_copy(update={"ram": None})})
 
     def with_ram(num_bytes: int) -> Question:
-        return question_of(spec, config, replace(machine, ram_available_bytes=num_bytes), likely_rates(machine))
+        return question_of(spec, *_given(config, machine, "ram", num_bytes), likely_rates(machine))
 
     # What goes to the disk, so that there is something to spare of RAM, follows from how much there is of it.
     most = least_bytes(with_ram(ENDLESS_BYTES), "ram")
@@ -143,10 +172,12 @@ def _budget(num_bytes: int) -> str:
     return format_size(-(-num_bytes // sizes.MIB) * sizes.MIB)
 
 
-def _on_disk(num_bytes: int, machine: Machine) -> str:
+def _on_disk(num_bytes: int, config: RunConfig, machine: Machine) -> str:
     if num_bytes <= machine.disk_free_bytes:
         return f"memory.disk: {_budget(num_bytes)}"
-    return f"an output_dir on a disk with {gib(num_bytes)} free"
+    budget = config.memory.disk
+    more = f" and memory.disk: {_budget(num_bytes)}" if budget is not None and budget < num_bytes else ""
+    return f"an output_dir on a disk with {gib(num_bytes)} free{more}"
 
 
 def _nearest(spec: ModelSpec, values: Sequence[Change], machine: Machine) -> list[str]:

@@ -26,7 +26,10 @@ def read_plan(path: Path, question: Question) -> Plan:
     except OSError as error:
         raise PlanError(f"--plan: {path} cannot be read: {error.strerror}") from None
     plan = typed(Plan, data, f"--plan: {path}", PlanError, "`megatrain plan --json` writes such a file", "plan")
-    validate(plan)
+    try:
+        validate(plan)
+    except PlanError as error:
+        raise PlanError(f"--plan: {path}: {error}") from None
     _refuse_other_model(path, plan, question.shapes.spec)
     refuse_unkept(question.shapes.spec, plan)
     _refuse_contradictions(path, plan, question)
