@@ -19,7 +19,7 @@ PLAIN, PLAIN_KEEP = "pytorch-hbm", "pytorch-hbm-keep"
 class Setting:
     """One run to plan and to measure. `against`: plain PyTorch steps in HBM whose figures this one is held against,
     each measured once for all settings of one shape and step. `by_hand`: numbers of the plan that are not the
-    planner's choice."""
+    planner's choice; with no state slots no update passes through the GPU."""
 
     name: str
     model: str
@@ -71,6 +71,12 @@ def _rounds(grad_slots: int) -> Setting:
     return Setting(name, "llama-3-8b", 6, 8192, 65536, memory, 8192, SMALL_VOCABULARY, by_hand=by_hand)
 
 
+def _passing(name: str, by_hand: Mapping[str, int]) -> Setting:
+    """A step that waits for the CPU's updates, of which some pass through the GPU."""
+    fields = SMALL_VOCABULARY
+    return Setting(name, "llama-3-8b", 20, 4096, 8192, {"hbm": "16GiB"}, fields=fields, by_hand=by_hand)
+
+
 # In order of weight: a run that is short of time leaves the last ones out.
 SETTINGS: tuple[Setting, ...] = (
     Setting("8b-64k", "llama-3-8b", 8, 8192, 65536, against=(PLAIN, PLAIN_KEEP)),
@@ -92,4 +98,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("experts-none", "qwen3-30b-a3b", 2, 8192, 32768),
     _rounds(2),
     _rounds(3),
+    _passing("passing", {}),
+    _passing("passing-none", {"state_slots": 0}),
 )

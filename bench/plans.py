@@ -170,6 +170,8 @@ def plan_of(setting: Setting, scratch: Path, described: Described | None) -> Pla
     setting.model_config().save_pretrained(source)
     run = planned(setting.run_config(str(source), str(scratch / "run")), described=described)
     plan = replace(run.plan, **setting.by_hand)
+    if not plan.state_slots:
+        plan = replace(plan, segments=tuple(replace(segment, update="home") for segment in plan.segments))
     return replace(run, plan=plan, table=memory_table(run.question, plan))
 
 

@@ -17,7 +17,7 @@ from bench.plan_again import again, recorded
 from bench.plan_settings import PLAIN, PLAIN_KEEP, SETTINGS, Setting
 from megatrain.cli.assemble import Planned
 from megatrain.hardware.described import read_machine
-from megatrain.planner import sizes
+from megatrain.planner import predict, sizes
 from megatrain.planner.price import price_of
 from megatrain.planner.table import TIERS
 
@@ -63,11 +63,24 @@ def test_rounds_with_two_and_with_three_gradient_slots_differ_in_nothing_else(ch
     assert 0.9 < seconds[1] / seconds[0] < 0.97, seconds
 
 
+def test_the_settings_of_updates_that_pass_differ_in_nothing_else(chosen: dict[str, Planned]) -> None:
+    """As predicted the CPU's rate bounds one and not the other; without state slots there is HBM to spare."""
+    some, none = chosen["passing"], chosen["passing-none"]
+    passing = [segment.name for segment in some.plan.segments if segment.streams_state]
+    assert len(passing) >= 3
+    home = tuple(replace(segment, update="home") for segment in some.plan.segments)
+    assert none.plan == replace(some.plan, segments=home, state_slots=0)
+    some_s, none_s = (predict(run.question.work, run.plan).step_s for run in (some, none))
+    assert 0.80 < some_s / none_s < 0.95
+    assert some.table.total_bytes("ram") == none.table.total_bytes("ram") < 100 << 30
+
+
+
 def test_all_settings_together_are_quick_enough_for_one_call(chosen: Mapping[str, Planned]) -> None:
     """By the planner's word: each a first step, two seconds or steps of warm ones, and five timed ones or 8 seconds."""
     seconds = [price_of(run.question, run.plan).prediction.step_s for run in chosen.values()]
     running_s = sum(s + max(2.0, 2 * s) + min(5 * s, max(8.0, 2 * s)) for s in seconds)
-    assert running_s < 180
+    assert running_s < 200
 
 
 @pytest.fixture(scope="module")
