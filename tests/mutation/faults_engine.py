@@ -140,11 +140,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *of(
         "engine/handlers.py",
         STREAMED_STATE,
-        (
-            "updated weights stay in their slot",
-            'copy_in_pieces(self.store.flat(op.segment, "w"), self.places.flat(op.reads[1], op.segment))',
-            "pass",
-        ),
+        ("updated weights stay in their slot", "Kind.STORE: self.move_weights,", "Kind.STORE: lambda op: None,"),
         ("state does not travel", "            copy_in_pieces(target, source[kind])", "            pass"),
     ),
     *of(

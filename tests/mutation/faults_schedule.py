@@ -35,6 +35,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a slot in use may be given away", "if farthest <= self._ahead:", "if farthest < 0:"),
         ("gradient slots always the first", 'slot = Place("g", len(users) % num_slots)', 'slot = Place("g", 0)'),
         ("an incomplete sum is not sent home", 'return segment.grads == "pool" and self._rotates', "return False"),
+        ("states that pass all take one slot", 'Place("s", len(users) % plan.state_slots)', 'Place("s", 0)'),
+        ("a state may come behind its update", "min(users[-slots] + 1, visit.number - 1)", "users[-slots] + 1"),
     ),
     *of(
         "schedule/build.py",

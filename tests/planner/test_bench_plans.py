@@ -164,6 +164,7 @@ class Deadly(Setting):
         os._exit(9)
 
 
+@pytest.mark.slow  # 16 s: two processes start
 def test_a_measurement_that_is_killed_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
     """So each is in a process of its own."""
     assert plans.main(["--results", str(tmp_path), *QUICK], settings=(Deadly("deadly", "x", 2, 32, 128), SHORT)) == 1
