@@ -28,7 +28,7 @@ class Part(NamedTuple, Generic[T]):
     host_s: T  # its update there
     fetched_bytes: T  # its weights, to a shared slot
     own_bytes: T  # its weights, to a slot of their own, once
-    drained_bytes: T  # its gradient, to an update on the host
+    drained_bytes: T  # its gradient, home to RAM
     shared_bytes: T  # of that, what leaves a shared slot
     passing_in_bytes: T  # its gradient and state, to an update on the device
     passing_out_bytes: T  # its state and weights, home

@@ -142,8 +142,7 @@ class _Pass:
         last_for_norm = max(visit.number for visit in self.visits if not visit.again)
         for visit in self.visits:
             segment = self.plan.segments[visit.index]
-            first_use = visit.first_round and visit.kind in ("embed", "forward", "head")
-            if self.pending_update and first_use and segment.trainable and segment.state == "hbm":
+            if self.pending_update and visit.is_first_use and segment.trainable and segment.state == "hbm":
                 yield from _update(segment, self.landing)
             yield from self._passing_update(visit, segment)
             yield from write[visit.kind](visit, segment)

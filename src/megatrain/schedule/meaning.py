@@ -131,13 +131,11 @@ class Meaning:
         wanted: dict[Place, Content] = {}
         late = {name: Place("land.state", slot) for name, slot in self.plan.spilled_late if now.program == "train"}
         for segment in self.trainable:
-            places = [self.homes(segment)]
-            if segment.name in late:
-                places = [places[0]._replace(state=late[segment.name])]
+            homes = self.homes(segment)
             if now.program == "train" and not self.two_pass:
-                wanted[places[-1].grad] = self._complete(segment, now.step, now.num_micro_batches)
-            for place in places:
-                wanted |= {place.state: self.state(segment), place.weights: self.weights(segment)}
+                wanted[homes.grad] = self._complete(segment, now.step, now.num_micro_batches)
+            wanted[late.get(segment.name, homes.state)] = self.state(segment)
+            wanted[homes.weights] = self.weights(segment)
         if now.program == "train":
             wanted[CELL] = Content("cell", when=now.step)
         if now.program in ("train", "eval"):

@@ -26,6 +26,11 @@ class Visit(NamedTuple):
     last_round: bool
     again: bool = False  # in a second pass, where every gradient is used up
 
+    @property
+    def is_first_use(self) -> bool:
+        """Whether no visit before it needs the weights of its segment: a pending update comes right before it."""
+        return self.first_round and self.kind in ("embed", "forward", "head")
+
 
 class WeightSlots:
     """Fetches weights in visit order, as early as slots allow, into the slot whose next use is farthest (Belady).
@@ -125,9 +130,23 @@ def kept_places(segment: SegmentPlan, block: int, micro_batch: int) -> tuple[Pla
     return () if pool is None else (Place(pool, block, micro_batch),)
 
 
-def shared_grad_slots(plan: Plan) -> int:
-    """How many of the shared gradient slots are used: no more than one a segment that shares them."""
-    return min(plan.grad_slots, max(1, sum(s.trainable and s.grads == "pool" for s in plan.segments)))
+Fetch = tuple[int, int, Op]  # (the visit it is for, may start after this visit, op)
+
+
+def _started(fetches: deque[Fetch], done: int) -> list[tuple[int, Op]]:
+    """Takes from the front of `fetches` those that may start once visit `done` has been listed."""
+    started: list[tuple[int, Op]] = []
+    while fetches and fetches[0][1] <= done:
+        visit, _, op = fetches.popleft()
+        started.append((visit, op))
+    return started
+
+
+def _shared_grad_slots(plan: Plan) -> tuple[int, bool]:
+    """How many of the shared gradient slots are used, no more than one a segment that shares them; and whether there
+    are more such segments than slots."""
+    num_sharing = sum(s.trainable and s.grads == "pool" for s in plan.segments)
+    return min(plan.grad_slots, max(1, num_sharing)), num_sharing > plan.grad_slots
 
 
 class PassingStates:
@@ -141,26 +160,25 @@ class PassingStates:
 
     def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
         self._slots: dict[int, tuple[Place, Place]] = {}  # visit -> of gradient and state
-        self._fetches: deque[tuple[int, int, tuple[Op, Op]]] = deque()  # (visit, may start after this visit, ops)
+        self._fetches: deque[Fetch] = deque()
+        num_grad_slots, _ = _shared_grad_slots(plan)
         users: list[int] = []
         sharing: list[int] = []  # of these, those that share a gradient slot
         for visit in visits:
             segment, name = plan.segments[visit.index], plan.segments[visit.index].name
-            if not (segment.streams_state and visit.first_round and visit.kind in ("embed", "forward", "head")):
+            if not (segment.streams_state and visit.is_first_use):
                 continue
             state, after = Place("s", len(users) % plan.state_slots), _behind(users, plan.state_slots, visit)
             grad = Place("g", name)
             if segment.grads == "pool":
-                slots = shared_grad_slots(plan)
-                grad, after = Place("g", len(sharing) % slots), max(after, _behind(sharing, slots, visit))
+                grad = Place("g", len(sharing) % num_grad_slots)
+                after = max(after, _behind(sharing, num_grad_slots, visit))
                 sharing.append(visit.number)
             users.append(visit.number)
             self._slots[visit.number] = grad, state
-            ops = (
-                Op(Kind.FETCH_STATE, name, None, Lane.H2D, (Place("ram.state", name),), (state,)),
-                Op(Kind.FETCH_GRAD, name, None, Lane.H2D, (Place("ram.grad", name),), (grad,)),
-            )
-            self._fetches.append((visit.number, after, ops))
+            for kind, home, slot in ((Kind.FETCH_STATE, "ram.state", state), (Kind.FETCH_GRAD, "ram.grad", grad)):
+                op = Op(kind, name, None, Lane.H2D, (Place(home, name),), (slot,))
+                self._fetches.append((visit.number, after, op))
 
     def slots_of(self, visit: Visit) -> tuple[Place, Place] | None:
         """Where gradient and state are for the update that a visit waits for, if it is one of these."""
@@ -168,11 +186,7 @@ class PassingStates:
 
     def fetch_after(self, done: int) -> list[tuple[int, Op]]:
         """Fetches that may start once visit `done` has been listed, each with the visit it is for."""
-        fetches: list[tuple[int, Op]] = []
-        while self._fetches and self._fetches[0][1] <= done:
-            visit, _, ops = self._fetches.popleft()
-            fetches += [(visit, op) for op in ops]
-        return fetches
+        return _started(self._fetches, done)
 
 
 def _behind(users: Sequence[int], slots: int, visit: Visit) -> int:
@@ -188,11 +202,9 @@ class GradSlots:
 
     def __init__(self, plan: Plan, visits: Sequence[Visit]) -> None:
         self._plan = plan
-        shared = [s.name for s in plan.segments if s.trainable and s.grads == "pool"]
-        self._rotates = len(shared) > plan.grad_slots
-        num_slots = shared_grad_slots(plan)
+        num_slots, self._rotates = _shared_grad_slots(plan)
         self._place: dict[int, Place] = {}
-        self._fetches: deque[tuple[int, int, Op]] = deque()  # (visit, may start after this visit, op)
+        self._fetches: deque[Fetch] = deque()
         users: list[int] = []
         for visit in visits:
             segment = plan.segments[visit.index]
@@ -225,8 +237,4 @@ class GradSlots:
 
     def fetch_after(self, done: int) -> list[tuple[int, Op]]:
         """FETCH_GRADs that may start once visit `done` has been listed, each with the visit it is for."""
-        fetches: list[tuple[int, Op]] = []
-        while self._fetches and self._fetches[0][1] <= done:
-            visit, _, op = self._fetches.popleft()
-            fetches.append((visit, op))
-        return fetches
+        return _started(self._fetches, done)
