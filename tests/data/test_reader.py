@@ -74,7 +74,7 @@ def test_a_process_that_dies_is_an_error_at_once(write_rows: Any, monkeypatch: p
     start = time.monotonic()
     with pytest.raises(DataError, match=message):
         list(texts_from_process(request(path)))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 def test_it_is_gone_when_the_iteration_is_left(write_rows: Any) -> None:

@@ -45,7 +45,7 @@ def test_a_slow_update_of_a_late_layer_does_not_delay_an_early_forward():
     update_may_end, forward_done = threading.Event(), threading.Event()
 
     def update(_op: Op) -> None:
-        assert update_may_end.wait(5)
+        assert update_may_end.wait(60)
 
     def forward(_op: Op) -> None:
         forward_done.set()
@@ -66,7 +66,7 @@ def test_an_error_on_any_lane_reaches_the_caller_and_nothing_hangs():
     started = time.perf_counter()
     with pytest.raises(RuntimeError, match="lane broke"):
         run(ops, {Kind.UPDATE: broken, Kind.FETCH: lambda _: None, Kind.FORWARD: forwards.append})
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60
     assert forwards == []
 
 
@@ -121,7 +121,7 @@ def test_an_interrupt_between_two_ops_leaves_no_lane_waiting():
         executor.run((op(Kind.FORWARD, Lane.COMPUTE, records="f"), op(Kind.DRAIN, Lane.D2H, waits=("f",))))
     closing = threading.Thread(target=executor.close, daemon=True)
     closing.start()
-    closing.join(5)
+    closing.join(60)
     assert not closing.is_alive(), "the lane waits for an op that will never be issued"
     assert ran == []
 
@@ -132,11 +132,11 @@ def test_after_an_error_a_lane_begins_nothing_more_though_it_waits_for_nothing()
     def update(op: Op) -> None:
         ran.append(op.segment)
         begun.set()
-        assert broken.wait(5)
+        assert broken.wait(60)
         time.sleep(0.05)  # the error is noted by now
 
     def forward(_op: Op) -> None:
-        assert begun.wait(5)
+        assert begun.wait(60)
         broken.set()
         raise RuntimeError("lane broke")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate
@@ -44,6 +43,7 @@ from megatrain.schedule import build
 from megatrain.schedule.ops import Lane
 from megatrain.schedule.plan import Plan, validate
 from tests.planner.test_planner import spec_of
+from tests.stopwatch import quiet_s
 
 GIB = 1 << 30
 H200 = read_machine("h200-125gb")
@@ -342,8 +342,7 @@ WINDOWED = replace(DEEP, attention=tuple(AttentionShape(32, 128, None if i % 6 =
 def test_the_search_is_quick_at_120_layers(
     spec: ModelSpec, length: int, hbm_gib: int, ram_gib: int, most_simulated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How many of several hundred plans the floor does not leave out; and seconds, the least of a few, as others may
-    have had the core's caches."""
+    """How many of several hundred plans the floor does not leave out; and seconds."""
     simulated = 0
 
     def counted(work: Workload, plan: Plan) -> Prediction:
@@ -353,13 +352,9 @@ def test_the_search_is_quick_at_120_layers(
 
     monkeypatch.setattr(cheapest, "predict", counted)
     asked = question(spec, max_length=length, micro_batch_tokens=16384, train_batch_size=64 * 8192 // length)
-    taken_s: list[float] = []
-    while not taken_s or (min(taken_s) >= 2.0 and len(taken_s) < 4):
-        simulated, before = 0, time.process_time()
-        search(with_memory(asked, hbm_gib, ram_gib))
-        taken_s.append(time.process_time() - before)
-        assert 0 < simulated <= most_simulated
-    assert min(taken_s) < 2.0
+    search(with_memory(asked, hbm_gib, ram_gib))
+    assert 0 < simulated <= most_simulated
+    assert quiet_s(lambda: search(with_memory(asked, hbm_gib, ram_gib)), limit_s=2.0) < 2.0
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.floats(0, 0.999), st.booleans())
