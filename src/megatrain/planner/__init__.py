@@ -8,8 +8,8 @@ Must never:    allocate, run, or import torch.
 """
 
 from megatrain.planner.account import Question, memory_table, question_of
+from megatrain.planner.advice import misfit, refuse_endless, refuse_misfit
 from megatrain.planner.cheapest import search
-from megatrain.planner.choose import misfit, refuse_endless, refuse_misfit
 from megatrain.planner.family import least_bytes
 from megatrain.planner.prediction import Prediction, Workload, predict
 from megatrain.planner.table import MemoryRow, MemoryTable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,8 @@ from megatrain.planner.prediction import Workload
 from megatrain.planner.sizes import Shapes, layouts_of, shapes_of
 from megatrain.planner.table import MemoryRow, MemoryTable
 from megatrain.schedule.plan import Plan, Tier
+
+FREE: Mapping[Tier, str] = {"hbm": "hbm_free_bytes", "ram": "ram_available_bytes", "disk": "disk_free_bytes"}
 
 
 @dataclass(frozen=True)
@@ -122,4 +125,4 @@ def home_rows(ledger: Ledger) -> list[MemoryRow]:
 
 def free_bytes(machine: Machine) -> dict[Tier, int]:
     """What the machine has free in each tier."""
-    return {"hbm": machine.hbm_free_bytes, "ram": machine.ram_available_bytes, "disk": machine.disk_free_bytes}
+    return {tier: getattr(machine, name) for tier, name in FREE.items()}

@@ -14,7 +14,7 @@ from megatrain.hardware import Machine
 from megatrain.hardware.described import likely_rates
 from megatrain.models.spec import ModelSpec
 from megatrain.planner import sizes
-from megatrain.planner.account import Question, free_bytes, kept_checkpoints, memory_table, question_of
+from megatrain.planner.account import FREE, Question, free_bytes, kept_checkpoints, memory_table, question_of
 from megatrain.planner.cheapest import search
 from megatrain.planner.family import could_fit, least_bytes
 from megatrain.planner.price import wear_misfit
@@ -23,7 +23,6 @@ from megatrain.planner.table import TIERS, MemoryTable, gib
 from megatrain.schedule.plan import Plan, Tier
 
 Change = tuple[str, RunConfig]  # what a person would write, and the config with it
-FREE: Mapping[Tier, str] = {"hbm": "hbm_free_bytes", "ram": "ram_available_bytes", "disk": "disk_free_bytes"}
 ENDLESS_BYTES = 1 << 60  # of a tier that is asked what it would have to hold
 # (micro-batch, segment) pairs of a step, whose schedule has two ops for each: a quarter of these took 13 s of one core
 # and 315 MB to build. With 120 blocks and 16,384 tokens a micro-batch they are 70 million tokens a step.
