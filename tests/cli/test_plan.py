@@ -11,6 +11,7 @@ import pytest
 
 from megatrain.hardware.described import machine_names, read_machine, to_json
 from tests.cli.test_verbs import bits, megatrain
+from tests.families import tiny_config
 
 SVG = "{http://www.w3.org/2000/svg}"
 DATA = Path(__file__).parents[1] / "planner" / "data"
@@ -46,6 +47,22 @@ def test_a_config_json_alone_is_planned_for_another_machine(folder: Path, capsys
                      "checkpoint: ", "3 on disk at the most", "tokens/s", "compute", "s of work", "bound: ",
                      "critical path: ", "run: 100 steps", "8.08 GB written to disk"):  # fmt: skip
             assert what in shown, what
+
+
+def test_a_family_without_one_graph_is_not_compiled(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be compiled for nearly every micro-batch, until there are too many graphs."""
+
+    def planned(*words: str) -> str:
+        assert megatrain("plan", folder, "--machine", "24gb-64gb", "max_length=64", "--json", *words) == 0
+        return capsys.readouterr().out
+
+    assert planned() != planned("compile=false"), "a Llama is compiled"
+    (folder / "config.json").write_text(json.dumps(tiny_config("jetmoe").to_dict()))
+    assert planned() == planned("compile=false")
+    assert megatrain("plan", folder, "--machine", "24gb-64gb", "max_length=64", "compile=true") == 2
+    said = capsys.readouterr().err
+    assert "compile is true, but in a layer of JetMoeForCausalLM shapes follow" in said
+    assert said.endswith("; set compile to false\n")
 
 
 @pytest.mark.parametrize("name", machine_names())

@@ -64,6 +64,9 @@ What holds for all:
   transformers has none (DeepSeek, GLM and others balance by a score correction, which is not updated here).
 - Dropout of hidden states, residuals and embeddings, and router jitter, are drawn anew for each (seed, step,
   micro-batch, layer): the same masks when a layer is recomputed and in any placement. Evaluation has none.
+- On a GPU layers are compiled, each kind of layer once. Not of JetMoe and LongCat Flash: shapes inside their layers
+  follow where tokens are routed, and they would be compiled for nearly every micro-batch. They run as plain PyTorch,
+  and `compile: true` is refused.
 - Every weight is computed with in the run's precision, also those that the library would hold in fp32 in a bf16 model.
   Buffers that a checkpoint holds (score corrections of routers) keep their own dtype.
 - Rotary tables that depend on the length of a text (LongRoPE of Phi 3, dynamic scaling) are made for each document by
@@ -159,7 +162,7 @@ def markdown(document: dict[str, Any]) -> str:
         lines.append(f"| `{name}` | {types} | {entry['special']} | {entry['attention']} | {len(entry['tests'])} |")
     lines += ["", f"## Refused: {len(families) - len(accepted)}", "", "| architecture | because |", "|---|---|"]
     lines += [f"| `{name}` | {entry['reason']} |" for name, entry in families.items() if entry["status"] == "refused"]
-    lines += ["", "Any other is refused as unproven; `--allow-unproven-architecture` runs it without a proof,"]
+    lines += ["", "Any other is refused as unproven; `allow_unproven: true` runs it without a proof,"]
     lines += ["as if it were laid out as Llama is.", ""]
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ from megatrain.memory import available_ram_bytes
 from megatrain.memory.limits import cgroup_limit_bytes, locked_memory_limit_bytes
 from megatrain.models import attention
 from megatrain.models.determinism import repeat_bits
+from megatrain.models.families import FAMILIES
 from megatrain.models.hf_folder import read_hf_config, read_tokenizer
 from megatrain.models.meta import architecture_of
 from megatrain.models.router import ROUTERS, with_coefficient
@@ -86,7 +87,7 @@ def planned(
     source = Path(config.model) if source is None else source
     hf_config = read_hf_config(source)
     spec = model_spec(_routed(hf_config, config), freeze=config.freeze, allow_unproven=config.allow_unproven)
-    config = resolved(_within_positions(config, spec), machine.device, machine.num_cores)
+    config = resolved(_compiling(_within_positions(config, spec), hf_config), machine.device, machine.num_cores)
     if config.max_length > spec.max_positions:
         raise ConfigError(
             f"max_length is {config.max_length}, but the model knows {spec.max_positions} positions; "
@@ -109,6 +110,19 @@ def _routed(hf_config: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
             "knows; leave it out, or set it to 0"
         )
     return with_coefficient(hf_config, coefficient)
+
+
+def _compiling(config: RunConfig, hf_config: PreTrainedConfig) -> RunConfig:
+    """`config` without the compiler where a layer would be compiled anew for nearly every micro-batch."""
+    architecture = architecture_of(hf_config)
+    if architecture not in FAMILIES or FAMILIES[architecture].one_graph:
+        return config
+    if config.compile:
+        raise ConfigError(
+            f"compile is true, but in a layer of {architecture} shapes follow where tokens are routed: it would be "
+            "compiled anew for nearly every micro-batch; set compile to false"
+        )
+    return config.model_copy(update={"compile": False})
 
 
 def _within_positions(config: RunConfig, spec: ModelSpec) -> RunConfig:

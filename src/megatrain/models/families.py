@@ -33,6 +33,7 @@ class Family:
     hands_over_window: bool = True  # False: the attention code does not pass its window on, so windows are refused
     embedding_copies: int = 0  # made by the backbone's own code of what was looked up: a scale 1, a norm 4
     logit_copies: int = 0  # made by the model's own code: a cast to fp32
+    one_graph: bool = True  # False: shapes inside a layer follow where its tokens are routed, so it is not compiled
     others: int | None = None  # what a layer returns beside its hidden state: so many values, all None; None: no tuple
 
 
@@ -134,7 +135,7 @@ FAMILIES = _named(
         "MiniMaxM2ForCausalLM", "experts, score correction, partial rotary", renamed=((".mlp.", ".block_sparse_moe."),)
     ),
     Family("AfmoeForCausalLM", "experts, shared expert, gated attention, window layers"),
-    Family("JetMoeForCausalLM", "experts in attention and MLP"),
+    Family("JetMoeForCausalLM", "experts in attention and MLP", one_graph=False),
     Family(
         "AriaTextForCausalLM",
         "experts, shared expert",
@@ -178,7 +179,7 @@ FAMILIES = _named(
         "MLA, expert groups, score correction, shared expert",
         renamed=((".mlp.post_mlp_layernorm", ".post_mlp_layernorm"),),
     ),
-    Family("LongcatFlashForCausalLM", "two MLA a layer, experts, experts that do nothing"),
+    Family("LongcatFlashForCausalLM", "two MLA a layer, experts, experts that do nothing", one_graph=False),
     Family(
         "Llama4ForCausalLM",
         "experts, shared expert, chunked attention, layers without rotary, temperature",

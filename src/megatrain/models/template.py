@@ -31,6 +31,7 @@ from megatrain.models.spec_of import attentions_of, spec_of_model
 Weights = Mapping[str, Tensor]  # TensorSpec.local -> view of a slot; a tied HEAD also gets "lm_head.weight"
 OUTPUT_WEIGHT = "lm_head.weight"
 DEFAULT_ATTENTION = attention.NAME
+RECOMPILE_LIMIT = 24  # the usual 8, for layers that attend, that keep, that are lent
 
 BlockCall = Callable[..., tuple[Any, tuple[Tensor, ...], tuple[Attended, ...]]]
 
@@ -61,6 +62,22 @@ def _call_block(
     exchange.lent = exchange.given = None
     heard.clear()
     return out, logits, attended
+
+
+def _compiled(name: str) -> BlockCall:
+    """`_call_block`, compiled; ModelError if layers called `name` have no few graphs."""
+    compiled = torch.compile(_call_block, dynamic=False)
+
+    def call(*args: Any) -> tuple[Any, tuple[Tensor, ...], tuple[Attended, ...]]:
+        try:
+            return compiled(*args)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise ModelError(
+                f"{name} was compiled {RECOMPILE_LIMIT} times and would be again: shapes inside it follow the tokens; "
+                "set compile to false"
+            ) from error
+
+    return call
 
 
 class ModelTemplate:
@@ -151,8 +168,8 @@ class ModelTemplate:
         torch._inductor.config.shape_padding = False
         torch._inductor.config.triton.autotune_pointwise = False
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch._dynamo.config.recompile_limit = 24  # the usual 8, for layers that attend, that keep, that are lent
-        self._call_block = torch.compile(_call_block, dynamic=False)
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        self._call_block = _compiled(type(self._layers[0]).__name__)
 
     def embed(self, w: Weights, batch: TokenBatch, key: int | None = None) -> tuple[Tensor, LayerCalls]:
         """(h_1TD before the first layer, what each layer is to be called with). `w`: EMBED's.
