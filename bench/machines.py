@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,8 +57,9 @@ class Fit(NamedTuple):
     """The most comfortable setting that fits a GPU, and what it needs of the other tiers at least."""
 
     tokens: int
-    ram_bytes: int
-    disk_bytes: int
+    ram_bytes: int  # with nothing but checkpoints on the disk
+    least_ram_bytes: int  # with all state there
+    disk_bytes: int  # of the checkpoints
 
 
 def best_fit(spec: ModelSpec, gpu_gib: int) -> Fit | None:
@@ -73,16 +75,26 @@ def best_fit(spec: ModelSpec, gpu_gib: int) -> Fit | None:
             loss_chunk_tokens=chunk,
             clip_mode="deferred",
         )
-        question = question_of(spec, resolved(asked, "cuda", 16), on, ASSUMED["cuda"])
-        ram_bytes, disk_bytes = least_bytes(question, "ram"), least_bytes(question, "disk")
-        if ram_bytes is not None and disk_bytes is not None:
-            return Fit(tokens, ram_bytes, disk_bytes)
+        config = resolved(asked, "cuda", 16)
+        disk_bytes = least_bytes(question_of(spec, config, on, ASSUMED["cuda"]), "disk")
+        if disk_bytes is None:
+            continue
+        for_checkpoints = replace(on, disk_free_bytes=disk_bytes)
+        ram_bytes, least_ram_bytes = (
+            least_bytes(question_of(spec, config, other, ASSUMED["cuda"]), "ram") for other in (for_checkpoints, on)
+        )
+        assert ram_bytes is not None
+        assert least_ram_bytes is not None, "RAM is endless"
+        return Fit(tokens, ram_bytes, least_ram_bytes, disk_bytes)
     return None
 
 
 def cell(fit: Fit | None) -> str:
-    """RAM that the run needs, and the micro-batch it works with."""
-    return "–" if fit is None else f"{gib(fit.ram_bytes)} RAM, {fit.tokens // 1024}K"
+    """RAM that the run needs, without and with a drive for its state, and the micro-batch it works with."""
+    if fit is None:
+        return "–"
+    drive = f" ({gib(fit.least_ram_bytes)})" if fit.least_ram_bytes < fit.ram_bytes else ""
+    return f"{gib(fit.ram_bytes)}{drive}, {fit.tokens // 1024}K"
 
 
 def rows() -> Iterator[str]:

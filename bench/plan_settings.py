@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -19,7 +19,8 @@ PLAIN, PLAIN_KEEP = "pytorch-hbm", "pytorch-hbm-keep"
 class Setting:
     """One run to plan and to measure. `against`: plain PyTorch steps in HBM whose figures this one is held against,
     each measured once for all settings of one shape and step. `by_hand`: numbers of the plan that are not the
-    planner's choice; with no state slots no update passes through the GPU."""
+    planner's choice; with no state slots no update passes through the GPU. `passes`: False: none
+    may, and the planner chooses the best plan without."""
 
     name: str
     model: str
@@ -31,6 +32,7 @@ class Setting:
     fields: Mapping[str, object] = field(default_factory=dict)  # of the model's config, other than the preset's
     against: tuple[str, ...] = ()
     by_hand: Mapping[str, int] = field(default_factory=dict)
+    passes: bool = True
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -71,10 +73,7 @@ def _rounds(grad_slots: int) -> Setting:
     return Setting(name, "llama-3-8b", 6, 8192, 65536, memory, 8192, SMALL_VOCABULARY, by_hand=by_hand)
 
 
-def _passing(name: str, by_hand: Mapping[str, int]) -> Setting:
-    """A step that waits for the CPU's updates, of which some pass through the GPU."""
-    fields = SMALL_VOCABULARY
-    return Setting(name, "llama-3-8b", 20, 4096, 8192, {"hbm": "16GiB"}, fields=fields, by_hand=by_hand)
+PASSING = Setting("passing", "llama-3-8b", 20, 4096, 8192, {"hbm": "16GiB"}, fields=SMALL_VOCABULARY)
 
 
 # In order of weight: a run that is short of time leaves the last ones out.
@@ -98,6 +97,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("experts-none", "qwen3-30b-a3b", 2, 8192, 32768),
     _rounds(2),
     _rounds(3),
-    _passing("passing", {}),
-    _passing("passing-none", {"state_slots": 0}),
+    # A step that waits for the CPU's updates: some pass through the GPU; the same plan with none; the best without any.
+    PASSING,
+    replace(PASSING, name="passing-none", by_hand={"state_slots": 0}),
+    replace(PASSING, name="passing-off", passes=False),
 )

@@ -55,7 +55,7 @@ def report(before: str, after: str, model: Path) -> None:
     print(f"\nasked          {QUESTION}")
     print(f"before         {before}")
     print(f"after          {after}")
-    print(f"\nthe model      {model}  (transformers and vLLM open it as it is)")
+    print(f"\nthe model      {model}  (transformers opens it as it is)")
     print(f"the run        {RUN}  (metrics.jsonl, log.txt, plan.json)")
     print(f"talk to it     {MEGATRAIN} chat {RUN}")
 

@@ -13,14 +13,27 @@ from megatrain.config_spellings import ALIASES, BATCH_FACTORS
 def config_page() -> str:
     """docs/config.md: every key with its default, group and meaning, and the spellings of other tools."""
     defaults = RunConfig(model="-", dataset="-").model_dump(mode="json")
-    lines = ["| key | default | group | meaning |", "|---|---|---|---|"]
+    shapes = RunConfig.model_json_schema()["properties"]
+    lines = ["| key | values | default | group | meaning |", "|---|---|---|---|---|"]
     for key, field in RunConfig.model_fields.items():
         shown = "required" if field.is_required() else f"`{yaml_scalar(defaults[key])}`"
-        lines.append(f"| `{key}` | {shown} | {group_of(key)} | {field.description} |")
+        lines.append(f"| `{key}` | {_values(shapes[key])} | {shown} | {group_of(key)} | {field.description} |")
     spellings = ", ".join(f"`{alias}` → `{key}`" for alias, key in ALIASES.items())
     factor = f"`{BATCH_FACTORS[0]}` (or `{BATCH_FACTORS[1]}`) × `{BATCH_FACTORS[2]}` → `train_batch_size`."
     lines += ["", f"Spellings of other tools are accepted and shown under our names: {spellings};", factor]
     return "\n".join(lines) + "\n"
+
+
+def _values(shape: dict[str, Any]) -> str:
+    """The words that a key may have, or the limits of its number; nothing of what is free."""
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    for part in (shape, *shape.get("anyOf", ())):
+        if "enum" in part:
+            return ", ".join(f"`{word}`" for word in part["enum"])
+        limits = [f"{sign} {part[name]:g}" for name, sign in signs.items() if name in part]
+        if limits:
+            return ", ".join(limits)
+    return ""
 
 
 def config_schema() -> dict[str, Any]:

@@ -28,6 +28,7 @@ def test_more_memory_never_needs_more_ram() -> None:
     needs = [machines.best_fit(spec, size) for size in (24, 48, 80)]
     totals = [found.ram_bytes for found in needs if found is not None]
     assert len(totals) == 3
+    assert all(found.least_ram_bytes < found.ram_bytes / 2 for found in needs[:2] if found is not None)
     assert totals == sorted(totals, reverse=True)
     assert machines.best_fit(spec, 1) is None
     assert machines.cell(None) == "–"

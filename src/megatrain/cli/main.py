@@ -169,7 +169,7 @@ def export(
     ] = "hf",
     ema: Annotated[bool, typer.Option("--ema", help="The average of the weights that ema_decay kept.")] = False,
 ) -> None:
-    """Write a checkpoint of RUN as a folder that transformers and vLLM open unchanged, or for others to train on."""
+    """Write a checkpoint of RUN as a folder that transformers opens unchanged, or for others to train on."""
     from megatrain.cli.exported import export_asked
 
     asked = export_asked(run, folder, step, dtype, shard_size, format, ema=ema)
