@@ -39,6 +39,7 @@ class Placement:
     two_pass: bool = False  # there, resident blocks share the gradient slots
     resident: frozenset[str] = frozenset()  # segments whose state lives in "hbm"
     streamed: frozenset[str] = frozenset()  # segments whose state lives in RAM and is updated on the device
+    state_slots: int = 2  # which they share
     own: frozenset[str] = frozenset()  # blocks with a weight and gradient slot of their own, state in RAM
     threads: int = 1
     state_on_disk: frozenset[str] = frozenset()
@@ -88,7 +89,7 @@ def make_plan(spec: ModelSpec, placement: Placement) -> Plan:
         placement.act_slots,
         "two-pass" if placement.two_pass else "deferred",
         2 if placement.two_pass else 0,
-        2 if placement.streamed else 0,
+        placement.state_slots if placement.streamed else 0,
     )
 
 

@@ -158,9 +158,11 @@ def test_a_step_never_synchronises_with_the_host(placement, monkeypatch):
         run.close()
 
 
-def test_no_device_memory_is_allocated_after_the_second_step():
+@pytest.mark.parametrize("placement", ["two slots", "state streamed"])
+def test_no_device_memory_is_allocated_after_the_second_step(placement):
     config = tiny_config("llama")
-    run = Streamed(config, tiny_masters(model_spec(config)), TOKENS, precision="bf16", device="cuda")
+    masters = tiny_masters(model_spec(config))
+    run = Streamed(config, masters, TOKENS, precision="bf16", device="cuda", placement=PLACEMENTS[placement])
     steps = batches()
     run.train(steps[:2], HYPERS[:2])
     before = torch.cuda.memory_stats()["num_device_alloc"]

@@ -6,10 +6,13 @@ The mutants that only a GPU can show (`python -m tests.mutation --device cuda`) 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 
+from megatrain.engine import Engine
 from megatrain.engine.chaos import Chaos
+from megatrain.memory import pinned
 from megatrain.models.batch import TokenBatch
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import AdamW
@@ -21,7 +24,9 @@ pytestmark = pytest.mark.gpu
 
 FAMILY, TOKENS = "smollm2", 128  # tied, and its head size is one of those that attention pads
 HYPERS = [AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1), AdamW(5e-3, 0.9, 0.95, 1e-8, 0.1)]
-HOMES = Placement(resident=frozenset({"L000"}), streamed=frozenset({"EMBED", "L001"}), round_micro_batches=2, threads=2)
+HOMES = Placement(
+    resident=frozenset({"L000"}), streamed=frozenset({"EMBED", "L001"}), state_slots=1, round_micro_batches=2, threads=2
+)
 SLOTS = Placement(threads=2)
 
 
@@ -41,15 +46,18 @@ def plain(precision: str) -> reference.Result:
     )  # fmt: skip
 
 
-def differs(precision: str, placement: Placement, chaos: Chaos | None = None) -> list[str]:
-    """The tensors that the engine leaves with other bits than the plain loop."""
+def differs(precision: str, placement: Placement, chaos: Chaos | None = None,
+            between: Callable[[Engine], object] = lambda _: None) -> list[str]:  # fmt: skip
+    """The tensors that the engine leaves with other bits than the plain loop. `between`: done after each step."""
     config = tiny_config(FAMILY)
     run = Streamed(
         config, tiny_masters(model_spec(config)), TOKENS, precision=precision, placement=placement, chaos=chaos,
         device="cuda",
     )  # fmt: skip
     try:
-        run.train(batches(), HYPERS)
+        for step, hyper in zip(batches(), HYPERS, strict=True):
+            run.train([step], [hyper])
+            between(run.engine)
         return same_bytes(run.state(), plain(precision).state)
     finally:
         run.close()
@@ -67,3 +75,16 @@ def test_late_lanes_change_no_bit(placement: Placement) -> None:
     for seed in range(6):
         found = differs("bf16", placement, Chaos(seed, max_delay_s=0.002))
         assert found == [], f"replay with Chaos({seed}, max_delay_s=0.002) and {placement}"
+
+
+def test_updates_that_wait_are_done_by_whatever_comes_next() -> None:
+    """Those that would pass through the device in the next step are done on the host by an evaluation or a save."""
+    held_out = batches()[0]
+    assert differs("bf16", HOMES, between=lambda engine: engine.evaluate(held_out)) == []
+    assert differs("bf16", HOMES, between=lambda engine: engine.save(lambda _: None)) == []
+
+
+def test_copies_in_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of buffers of several GiB, whose every piece is pinned by itself."""
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 4096)
+    assert differs("bf16", HOMES) == []
