@@ -27,15 +27,17 @@ from megatrain.memory import (
     unregister,
 )
 from megatrain.memory.disk import DiskFile, padded
+from megatrain.models.layout import layout_of
 from megatrain.models.spec import ModelSpec, SegmentSpec, TensorSpec
 from megatrain.models.spec_of import model_spec
 from megatrain.optim import native
+from megatrain.store import SegmentStore
 from tests.checkpoint.checkpoint_cases import make_store
 from tests.checkpoint.checkpoint_cases import tiny_config as checkpoint_config
 from tests.cli.test_disk_run import plan_on_disk
 from tests.cli.test_verbs import bits
 from tests.cli.test_verbs import megatrain as run_megatrain
-from tests.engine.streamed import TWO_SLOTS, Streamed
+from tests.engine.streamed import TWO_SLOTS, Placement, Streamed, make_plan
 from tests.families import tiny_batch, tiny_config, tiny_masters
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -118,6 +120,30 @@ def test_lmcache_1063_five_gigabytes_are_an_invalid_argument(monkeypatch: pytest
     assert max(runtime.sizes.values()) <= GIB
     unregister(pinned)
     assert not runtime.sizes
+
+
+def test_what_travels_most_stays_pinned_where_states_that_pass_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that pinned weights and gradients before updates could pass still does."""
+    spec = model_spec(tiny_config("llama"))
+    plan = make_plan(spec, Placement(streamed=frozenset({"L000"})))
+    layouts = [layout_of(segment) for segment in spec.segments]
+    runtime = Runtime(GIB, GIB)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("megatrain.memory.pinned.clear_last_error", lambda: None)
+
+    def pinned_bytes() -> int:
+        store = SegmentStore(layouts, "bf16", plan, torch.device("cuda"))
+        found = sum(runtime.sizes.values())
+        store.close()
+        assert not runtime.sizes
+        return found
+
+    state_bytes = 10 * layouts[1].num_trainable  # lo, m, v
+    often_bytes = pinned_bytes() - state_bytes
+    assert often_bytes > 0
+    runtime.most = often_bytes + state_bytes // 2
+    with pytest.warns(UserWarning, match="pinning host memory was refused"):
+        assert pinned_bytes() == often_bytes
 
 
 @pytest.mark.gpu

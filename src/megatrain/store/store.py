@@ -30,10 +30,9 @@ class SegmentStore:
 
     `state_kinds`: lo (bf16 only), m, v, and what the layouts list besides. A segment whose plan says state "hbm" lives
     on `device` alone; all others in RAM, what travels (w, grad; state if the plan says update "device") pinned when
-    `device` is a CUDA device (`pinned` says what was reached; a refusal is also warned of), or, where the plan says so,
-    on disk: in a nameless file in `disk_folder`, reached through landing slots in RAM (`disk`). The gradient of a
-    segment in HBM stays in its slot; in a plan of two passes none has a home, and those on their way to
-    the host's updates share landing slots (`landed_grad`).
+    `device` is a CUDA device (a refusal is warned of), or, where the plan says so, on disk: in a nameless file in
+    `disk_folder`, reached through landing slots in RAM (`disk`). The gradient of a segment in HBM stays in its slot; in
+    two passes none has a home, and those on their way to the host's updates share landing slots (`landed_grad`).
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class SegmentStore:
         self.precision: Precision = precision
         self.device = device
         self.state_kinds = tuple(layouts[0].state_bytes(self.dtype("w").itemsize))
-        self.pinned: Pinned | None = None
+        self._pinned: list[Pinned] = []
         self.disk: DiskHomes | None = None
         self._landing_grads = 0  # slots
         self._arenas: list[HostArena] = []
@@ -86,8 +85,10 @@ class SegmentStore:
         self._place(stays)
         if device.type == "cuda":
             landing = self.disk.slots_of("w") if self.disk else []
-            buffers = [*(self._flats[segment, kind] for segment, kind, _ in travels), *landing]
-            self.pinned = pin(buffers) if buffers else None
+            often = [*(self._flats[segment, kind] for segment, kind, _ in travels if kind in _TRAVELS), *landing]
+            states = [self._flats[segment, kind] for segment, kind, _ in travels if kind not in _TRAVELS]
+            # One refusal leaves nothing pinned, so what travels most does not hang on the states that pass once a step.
+            self._pinned = [pin(buffers) for buffers in (often, states) if buffers]
 
     def _place(self, rows: list[tuple[str, str, int]]) -> None:
         """Gives each (segment, kind, count) its page-aligned part of one new arena."""
@@ -231,9 +232,9 @@ class SegmentStore:
 
     def close(self) -> None:
         """Unpins and lets go of every buffer; no copy may be in flight. Views handed out stay valid, but unpinned."""
-        if self.pinned is not None:
-            unregister(self.pinned)
-            self.pinned = None
+        for pinned in self._pinned:
+            unregister(pinned)
+        self._pinned.clear()
         if self.disk is not None:
             self.disk.close()
             self.disk = None
