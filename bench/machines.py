@@ -75,14 +75,12 @@ def best_fit(spec: ModelSpec, gpu_gib: int) -> Fit | None:
             loss_chunk_tokens=chunk,
             clip_mode="deferred",
         )
-        config = resolved(asked, "cuda", 16)
-        disk_bytes = least_bytes(question_of(spec, config, on, ASSUMED["cuda"]), "disk")
+        question = question_of(spec, resolved(asked, "cuda", 16), on, ASSUMED["cuda"])
+        disk_bytes = least_bytes(question, "disk")
         if disk_bytes is None:
             continue
-        for_checkpoints = replace(on, disk_free_bytes=disk_bytes)
-        ram_bytes, least_ram_bytes = (
-            least_bytes(question_of(spec, config, other, ASSUMED["cuda"]), "ram") for other in (for_checkpoints, on)
-        )
+        without_drive = replace(question, machine=replace(on, disk_free_bytes=disk_bytes))
+        ram_bytes, least_ram_bytes = least_bytes(without_drive, "ram"), least_bytes(question, "ram")
         assert ram_bytes is not None
         assert least_ram_bytes is not None, "RAM is endless"
         return Fit(tokens, ram_bytes, least_ram_bytes, disk_bytes)

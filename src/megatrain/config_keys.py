@@ -104,7 +104,7 @@ class RunConfig(BaseModel):
         None, "numerics", "tokens whose logits exist at one time; null: 2048 on a GPU, 512 on a CPU", ge=1
     )
     deterministic: bool = _key(True, "numerics", "same bits in every run; false: fastest attention kernels")
-    compile: bool | None = _key(None, "numerics", "compile layers; null: on a GPU, but of two families; not on a CPU")
+    compile: bool | None = _key(None, "numerics", "compile layers; null: on a GPU, but of few families; not on a CPU")
     allow_unproven: bool = _key(False, "numerics", "train an architecture that the parity suite does not cover")
 
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "numerics", "where layers are computed")

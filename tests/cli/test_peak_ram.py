@@ -60,11 +60,11 @@ class Watched:
 
 def watched(log: Path, *words: object) -> Watched:
     """Runs `megatrain WORDS` in a process of its own, its memory looked at as the system tells it."""
-    quick = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     program, peaks, lines = 0, {}, {"load and step 1": "\nstep 1 ", "step 2": "\nstep 2 ", "save": "\nsaved step 2"}
     with log.open("wb") as out:
         command = [sys.executable, "-m", "megatrain", *map(str, words)]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=quick)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     while process.poll() is None:
         said, status = log.read_text(), Path(f"/proc/{process.pid}/status").read_text()
         memory = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in status.splitlines() if "Vm" in line}

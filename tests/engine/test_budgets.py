@@ -8,11 +8,8 @@ there: a model this small would do nothing else, and all plans were the same to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
-import torch
 from transformers import LlamaConfig
 
 from megatrain.config import RunConfig, resolved
@@ -106,15 +103,6 @@ def every_plan_gives_the_plain_loops_bits(device: str, precision: str) -> None:
             run.close()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Products as small as these take longer on more, and ten times as long on cores that others use, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_the_planner_chooses_other_plans_for_other_budgets() -> None:
     found = plans()
     assert len(set(found.values())) == len(BUDGETS)
@@ -129,6 +117,5 @@ def test_the_planner_chooses_other_plans_for_other_budgets() -> None:
     assert all((count > 0) == (ram_share is not None) for (_, ram_share), count in on_disk.items())
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_no_budget_changes_a_bit() -> None:
     every_plan_gives_the_plain_loops_bits("cpu", "fp32")

@@ -30,7 +30,8 @@ FILES = tuple(
 )
 MARKDOWN, JSON = ROOT / "docs/models.md", ROOT / "docs/models.json"
 
-_INTRODUCTION = """# Models
+_NOT_COMPILED = " and ".join(f"`{family.architecture}`" for family in FAMILIES.values() if not family.one_graph)
+_INTRODUCTION = f"""# Models
 
 Which architectures MegaTrain trains, and what proves it. This page and `models.json` are written by
 `python -m tests.models.report` from a test run; a test fails when the program accepts anything else.
@@ -64,9 +65,9 @@ What holds for all:
   transformers has none (DeepSeek, GLM and others balance by a score correction, which is not updated here).
 - Dropout of hidden states, residuals and embeddings, and router jitter, are drawn anew for each (seed, step,
   micro-batch, layer): the same masks when a layer is recomputed and in any placement. Evaluation has none.
-- On a GPU layers are compiled, each kind of layer once. Not of JetMoe and LongCat Flash: shapes inside their layers
-  follow where tokens are routed, and they would be compiled for nearly every micro-batch. They run as plain PyTorch,
-  and `compile: true` is refused.
+- On a GPU layers are compiled, each kind of layer once. Not of {_NOT_COMPILED}:
+  shapes inside their layers follow where tokens are routed, and they would be compiled for nearly every micro-batch.
+  They run as plain PyTorch, and `compile: true` is refused.
 - Every weight is computed with in the run's precision, also those that the library would hold in fp32 in a bf16 model.
   Buffers that a checkpoint holds (score corrections of routers) keep their own dtype.
 - Rotary tables that depend on the length of a text (LongRoPE of Phi 3, dynamic scaling) are made for each document by

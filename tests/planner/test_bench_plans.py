@@ -85,7 +85,6 @@ def test_passing_is_held_against_the_best_plan_without_it(chosen: dict[str, Plan
     assert seconds[0] < 0.95 * seconds[1]
 
 
-
 def test_all_settings_together_are_quick_enough_for_one_call(chosen: Mapping[str, Planned]) -> None:
     """By the planner's word: each a first step, two seconds or steps of warm ones, and five timed ones or 8 seconds."""
     seconds = [price_of(run.question, run.plan).prediction.step_s for run in chosen.values()]

@@ -27,7 +27,7 @@ from megatrain.memory import available_ram_bytes
 from megatrain.memory.limits import cgroup_limit_bytes, locked_memory_limit_bytes
 from megatrain.models import attention
 from megatrain.models.determinism import repeat_bits
-from megatrain.models.families import FAMILIES
+from megatrain.models.families import family_of
 from megatrain.models.hf_folder import read_hf_config, read_tokenizer
 from megatrain.models.meta import architecture_of
 from megatrain.models.router import ROUTERS, with_coefficient
@@ -115,7 +115,7 @@ def _routed(hf_config: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
 def _compiling(config: RunConfig, hf_config: PreTrainedConfig) -> RunConfig:
     """`config` without the compiler where a layer would be compiled anew for nearly every micro-batch."""
     architecture = architecture_of(hf_config)
-    if architecture not in FAMILIES or FAMILIES[architecture].one_graph:
+    if family_of(architecture, config.allow_unproven).one_graph:
         return config
     if config.compile:
         raise ConfigError(
