@@ -41,7 +41,8 @@ PLANS = {
     "gpt-oss-120b": ("h200-1.5tb", ("max_length=8192", "train_batch_size=64", "max_steps=1000", "save_strategy=no")),
     "dense-175b": ("b200-192gb", ("max_length=2048", "train_batch_size=256", "max_steps=1000")),
 }
-DOCTOR_BESIDE = {"27afb576": "26a1ae07"}  # a step with a disk -> the run of `bench plans` minutes later
+# a step with a disk -> the run of `bench plans` minutes before or after, on the same machine
+DOCTOR_BESIDE = {"27afb576": "26a1ae07", "70c642df": "56acb1a0"}
 BLOCK = re.compile(r"(<!-- made: (\S+) -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 

@@ -39,9 +39,9 @@ ATTENTION_SHARE = 0.57  # of the matmul rate, where attention was not measured: 
 # elementwise work let a chip at its power limit rest (785 for 659 TFLOP/s), and elementwise kernels of a layer do not
 # reach the bandwidth of one long sum (3.8 for 4.33 TB/s).
 PRODUCTS_IN_STEP, HBM_IN_STEP = 1.19, 0.88
-# Host memory carries more than an update alone asks of it (28 bytes a parameter): with what it asks as the limit, the
-# updates of six plans, beside copies, took 0.81 to 0.90 of what was modelled; with this, and at 1.1 of doctor's rate
-# (planner/costs.py UPDATE_SHARE), those of 22 plans took 0.89 to 1.10.
+# Host memory carries more than an update alone asks of it (28 bytes a parameter): with this, and at 1.1 of doctor's
+# rate (planner/costs.py UPDATE_SHARE), updates of 37 plans beside copies took 0.74 to 1.22 of what is modelled. With
+# 1.3 the 5.7 % that updates saved by passing through a GPU would be 2 % (docs/planning.md).
 DRAM_BESIDE_UPDATE = 1.45
 
 # When nothing was measured: modest figures, which a plan names as assumed.
