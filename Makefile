@@ -16,6 +16,8 @@ TYPED := cli checkpoint codec config.py config_keys.py config_page.py config_run
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 PYTHON ?= python3
 BENCH ?= adamw
+# Each test has one torch thread: on two cores two processes take 11 minutes where one took 16 to 21.
+PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
@@ -30,7 +32,7 @@ demo: setup
 
 test: lint
 	$(if $(BROWSER),,@echo "no Chromium here: the looks of the report page are not tested (apt install chromium)")
-	$(BIN)/python -m pytest -q -m "not gpu and not slow$(if $(BROWSER),, and not browser)"
+	$(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile -m "not gpu and not slow$(if $(BROWSER),, and not browser)"
 
 test-full: lint
 	$(BIN)/python -m tests.report_full
